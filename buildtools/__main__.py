@@ -1,0 +1,134 @@
+"""`python -m buildtools`: build the kernel set, or look at the table, one kernel or an archive."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from .errors import BuildError, SubsetError, nearest
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m buildtools", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build", help="compile what has changed, and pack the kernel set")
+    build.add_argument("--out", type=Path, help="build folder (default: build/)")
+    build.add_argument("--quiet", action="store_true", help="no progress")
+    build.set_defaults(run=_build)
+    table = commands.add_parser("table", help="list the kernels of the table, as the subset variables select them")
+    table.set_defaults(run=_table)
+    one = commands.add_parser("compile", help="compile one kernel and print its resources")
+    one.add_argument("key", help="such as fwd-sm80-bf16-d128-causal")
+    one.add_argument("--arch", default="90", help="such as 80, 90a or ptx80 (default: 90)")
+    one.add_argument("--out", type=Path, help="file for the cubin or PTX (default: KEY.ARCH.cubin or .ptx)")
+    one.set_defaults(run=_compile)
+    report = commands.add_parser("report", help="registers, spills and shared memory of the last build")
+    report.add_argument("--out", type=Path, help="build folder (default: build/)")
+    report.set_defaults(run=_report)
+    show = commands.add_parser("show", help="what a kernel set file holds")
+    show.add_argument("archive", type=Path)
+    show.set_defaults(run=_show)
+    options = parser.parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader of a listing had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 0
+
+
+def _build(options: argparse.Namespace) -> int:
+    from .build import build
+
+    result = build(folder=options.out and options.out.absolute(), quiet=options.quiet)
+    print(f"{result.compiled} compiled; {len(result.kernels)} kernels in {result.kernel_set}")
+    return 0
+
+
+def _table(options: argparse.Namespace) -> int:
+    from .build import load_tables
+    from .variables import read_variables
+
+    table, _ = load_tables()
+    variables = read_variables(os.environ)
+    for row in table.select(variables.kernels, variables.head_dims):
+        archs = ", ".join(str(arch) for arch in table.families[row.family].archs)
+        print(f"{row.key:32} {' '.join(f'{name}={value}' for name, value in row.tiles)}  [{archs}]")
+    return 0
+
+
+def _compile(options: argparse.Namespace) -> int:
+    from .archive import write_atomically
+    from .archs import parse_arch
+    from .build import ROOT, load_tables
+    from .compile import compile_kernel
+    from .nvrtc import find_nvrtc, load_nvrtc
+    from .sources import SourceTree
+
+    table, _ = load_tables()
+    rows = {row.key: row for row in table.rows}
+    if options.key not in rows:
+        raise SubsetError(
+            f'the table has no kernel "{options.key}"',
+            fix=f"{nearest(options.key, rows)}`python -m buildtools table` lists them",
+        )
+    kernel = table.kernel(rows[options.key], parse_arch(options.arch))
+    library = load_nvrtc(find_nvrtc(os.environ, sys.path))
+    compiled = compile_kernel(library, kernel, SourceTree(ROOT / "csrc").closure(kernel.source))
+    path = options.out or Path(f"{kernel.name}.{'ptx' if kernel.arch.ptx else 'cubin'}")
+    write_atomically(path, compiled.image)
+    print(f"{path}: {len(compiled.image)} bytes, {kernel.smem_bytes} bytes of shared memory")
+    for name, entry in compiled.report.entries.items():
+        print(
+            f"  {name}: {entry.registers} registers, {entry.spill_stores}/{entry.spill_loads} bytes spilled, "
+            f"{entry.stack} bytes of stack, {entry.smem} bytes of static shared memory"
+        )
+    for warning in compiled.report.warnings:
+        print(f"  {warning}")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from .build import ROOT, build_folder
+    from .variables import read_variables
+
+    folder = options.out or build_folder(ROOT, read_variables(os.environ))
+    path = folder / "resources.json"
+    if not path.is_file():
+        raise BuildError(f"{path} is not there", why="a build writes it", fix="`python -m buildtools build`")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    kernels = data["kernels"]
+    print(f"{'kernel':40} {'registers':>14} {'spills':>6} {'smem':>7} {'bytes':>8} {'CPU-s':>6} {'MiB':>6}")
+    for name, kernel in kernels.items():
+        registers = "/".join(str(entry["registers"]) for entry in kernel["entries"].values()) or "-"
+        print(
+            f"{name:40} {registers:>14} {kernel['spills']:>6} {kernel['smem_bytes']:>7} {kernel['image_bytes']:>8} "
+            f"{kernel['cpu_s']:>6.2f} {kernel['peak_mib']:>6.0f}"
+        )
+    total = sum(kernel["cpu_s"] for kernel in kernels.values())
+    peak = max(kernel["peak_mib"] for kernel in kernels.values())
+    size = sum(kernel["image_bytes"] for kernel in kernels.values())
+    print(f"{len(kernels)} kernels, {data['compiler']}: {total:.1f} CPU-s, at most {peak:.0f} MiB a job, {size} bytes")
+    return 0
+
+
+def _show(options: argparse.Namespace) -> int:
+    from .archive import read
+
+    archive = read(options.archive)
+    print(f"{options.archive}: {archive.compiler}, {len(archive.records)} kernels, sha256 {archive.sha256}")
+    for record, image in zip(archive.records, archive.images, strict=True):
+        print(
+            f"{record.key:32} {record.arch:>6} d{record.head_dim:<4} {record.block_m}x{record.block_n} "
+            f"{record.threads:>4} threads {record.smem_bytes:>7} smem {record.registers:>4} registers {len(image):>8} bytes"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""A build from start to end: tables, subset, archs, compiler, graph, result.
+
+The command line and the PEP 517 backend both call `build`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import archs as arch_names
+from . import ninja_graph
+from .archs import Arch
+from .errors import ArchError
+from .jobs import job_limit
+from .kernels import Kernel, KernelTable, Row, load_table
+from .matrix import KernelSet, Matrix, load_matrix
+from .nvrtc import FoundNvrtc, find_nvrtc, load_nvrtc
+from .variables import Variables, read_variables
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A kernel compiler that was found: `name` is what the archive records, such as "nvrtc 12.9.86"."""
+
+    path: Path
+    where: str
+    version: str
+    supported: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        return f"nvrtc {self.version}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a build made. `compiled`: how many edges of the graph ran; 0 if nothing had changed."""
+
+    folder: Path
+    kernel_set: Path
+    compiler: Compiler
+    kernels: tuple[Kernel, ...]
+    compiled: int
+
+
+def build(
+    root: Path = ROOT,
+    *,
+    folder: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
+    quiet: bool = False,
+) -> Result:
+    """Build the kernel set of the tables in `root`, as the variables in `environ` ask, into `folder`."""
+    variables = read_variables(environ)
+    table = load_table(root / "kernels.toml")
+    matrix = load_matrix(root / "matrix.toml", table)
+    folder = folder or build_folder(root, variables)
+    folder.mkdir(parents=True, exist_ok=True)
+    notes = list(variables.notes)
+    compiler = find_compiler(folder, environ)
+    rows = table.select(variables.kernels, variables.head_dims)
+    kernels = table.kernels(rows, choose_archs(table, rows, matrix.default_kernel_set, variables, compiler, notes))
+    graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, None)
+    limit = job_limit(variables.max_jobs, matrix.tools.job_peak_mib)
+    if not quiet:
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
+        print(
+            f"{len(kernels)} kernels with {compiler.name} of {compiler.where}, {limit.jobs} at once ({limit.reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+    compiled = ninja_graph.run_graph(graph, root, limit.jobs, edge_environment(root, environ, compiler), quiet=quiet)
+    return Result(folder, folder / "flash_attn.kernels", compiler, tuple(kernels), compiled)
+
+
+def build_folder(root: Path, variables: Variables) -> Path:
+    """FLASH_ATTN_BUILD_DIR, or build/ beside the tables."""
+    return Path(variables.build_dir).absolute() if variables.build_dir else root / "build"
+
+
+def edge_environment(root: Path, environ: Mapping[str, str], compiler: Compiler) -> dict[str, str]:
+    """What the commands of the graph find in their environment instead of on their command line."""
+    return {
+        **environ,
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+        "FLASH_ATTN_EDGE_PYTHON": sys.executable,
+        "FLASH_ATTN_EDGE_NVRTC": str(compiler.path),
+        "FLASH_ATTN_EDGE_CSRC": str(root / "csrc"),
+    }
+
+
+def find_compiler(folder: Path, environ: Mapping[str, str]) -> Compiler:
+    """The NVRTC to use. What it can do is asked once and kept in `folder`, as long as the file stays the same."""
+    found = find_nvrtc(environ, sys.path)
+    stat = found.path.stat()
+    identity = [str(found.path), stat.st_size, stat.st_mtime_ns]
+    cache = folder / "nvrtc.json"
+    try:
+        known = json.loads(cache.read_text(encoding="utf-8"))
+        if known["identity"] == identity:
+            return _compiler(found, known["version"], known["supported"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # not asked yet, or the note is damaged
+    library = load_nvrtc(found)
+    version, supported = library.full_version(), library.supported_archs()
+    note = json.dumps({"identity": identity, "version": version, "supported": supported})
+    ninja_graph.write_if_changed(cache, note)
+    return _compiler(found, version, supported)
+
+
+def _compiler(found: FoundNvrtc, version: str, supported: list[int]) -> Compiler:
+    return Compiler(found.path, found.where, version, frozenset(supported))
+
+
+def choose_archs(
+    table: KernelTable,
+    rows: list[Row],
+    kernel_set: KernelSet,
+    variables: Variables,
+    compiler: Compiler,
+    notes: list[str],
+) -> dict[str, list[Arch]]:
+    """{family: archs} for the families of `rows`: what the variables ask for, or the kernel set's archs.
+
+    ArchError if an arch that the user named cannot be built; one that only the table names is left out with a note.
+    """
+    families = [table.families[name] for name in sorted({row.family for row in rows})]
+    if variables.cuda_archs is None:
+        unsupported = [arch for arch in kernel_set.archs if arch.number not in compiler.supported]
+        if unsupported:
+            notes.append(
+                f"{compiler.name} of {compiler.where} cannot compile for {arch_names.format_archs(unsupported)}; "
+                f"those archs are left out ({kernel_set.pin} has them)"
+            )
+        usable = [arch for arch in kernel_set.archs if arch.number in compiler.supported]
+        return {family.name: [arch for arch in family.archs if arch in usable] for family in families}
+    asked = arch_names.parse_archs(
+        variables.cuda_archs,
+        variable=variables.cuda_archs_from,
+        all_archs=kernel_set.archs,
+        native=arch_names.native_archs,
+    )
+    lowest = min(family.min_capability for family in families)
+    old = [arch for arch in asked if arch.number < lowest]
+    wanted = [arch for arch in asked if arch.number >= lowest]
+    written = f"{variables.cuda_archs_from}={variables.cuda_archs}"
+    if old and (variables.cuda_archs_from == "FLASH_ATTN_CUDA_ARCHS" or not wanted):
+        raise ArchError(
+            f"{written}: no kernel can be built for {arch_names.format_archs(old)}",
+            why=f"the kernels need compute capability {lowest // 10}.{lowest % 10} (arch {lowest}) or newer",
+            fix="name only such archs in FLASH_ATTN_CUDA_ARCHS",
+        )
+    if old:  # TORCH_CUDA_ARCH_LIST is set for all of a machine's projects
+        notes.append(f"{written}: {arch_names.format_archs(old)} is below {lowest} and left out")
+    for arch in wanted:
+        table.limits(arch)
+        if arch.number not in compiler.supported:
+            numbers = ", ".join(str(number) for number in sorted(compiler.supported) if number >= lowest)
+            raise ArchError(
+                f"{written}: {compiler.name} of {compiler.where} cannot compile for {arch}",
+                why=f"it knows {numbers}",
+                fix="name one of these, or set FLASH_ATTN_NVRTC to the folder of a newer NVRTC",
+            )
+    result = {family.name: family.built_for(wanted) for family in families}
+    for arch in wanted:
+        if not any(arch in built or arch.number in {a.number for a in built} for built in result.values()):
+            raise ArchError(
+                f"{written}: no kernel family of this selection is built for {arch}",
+                why="; ".join(f"{family.name} is for {arch_names.format_archs(family.archs)}" for family in families),
+                fix="widen FLASH_ATTN_KERNELS, or name other archs",
+            )
+    return result
+
+
+def load_tables(root: Path = ROOT) -> tuple[KernelTable, Matrix]:
+    """Both tables of a source tree."""
+    table = load_table(root / "kernels.toml")
+    return table, load_matrix(root / "matrix.toml", table)

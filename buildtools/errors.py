@@ -1,0 +1,141 @@
+"""One class per kind of failure, each with its own exit code.
+
+The text of an error says what happened (with the values found), why it matters and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class BuildError(Exception):
+    """Base of everything that buildtools raises on purpose.
+
+    `what` happened, with the values found; `why` it stops the build; `fix`: what to do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, why: str = "", fix: str = "") -> None:
+        self.what, self.why, self.fix = what, why, fix
+        text = what
+        if why:
+            text += f"\n  why: {why}"
+        if fix:
+            text += f"\n  what to do: {fix}"
+        super().__init__(text)
+
+
+class VariableError(BuildError):
+    """An environment variable has a value that cannot be understood."""
+
+    exit_code = 10
+
+
+class TableError(BuildError):
+    """kernels.toml or matrix.toml is not valid."""
+
+    exit_code = 11
+
+
+class ArchError(BuildError):
+    """A GPU architecture cannot be named, or nothing can be built for it."""
+
+    exit_code = 12
+
+
+class SubsetError(BuildError):
+    """A subset of the kernel table holds no kernel."""
+
+    exit_code = 13
+
+
+class SharedMemoryError(BuildError):
+    """A kernel's tile constants need more shared memory than an arch has."""
+
+    exit_code = 14
+
+
+class SourceError(BuildError):
+    """A source file of a kernel or of the host library is not there."""
+
+    exit_code = 15
+
+
+class NvrtcNotFoundError(BuildError):
+    """No usable NVRTC library."""
+
+    exit_code = 16
+
+
+class KernelCompileError(BuildError):
+    """NVRTC refused a kernel."""
+
+    exit_code = 17
+
+
+class ResourceError(BuildError):
+    """A kernel compiled but spills registers, or serialises its matrix instructions."""
+
+    exit_code = 18
+
+
+class NinjaError(BuildError):
+    """ninja is missing, or failed for a reason of its own."""
+
+    exit_code = 19
+
+
+class HostCompilerError(BuildError):
+    """The C++ compiler of the host library is missing, too old or broken."""
+
+    exit_code = 20
+
+
+class HostCompileError(BuildError):
+    """The host library did not compile."""
+
+    exit_code = 21
+
+
+class ArchiveError(BuildError):
+    """A kernel set file is damaged, or not one."""
+
+    exit_code = 22
+
+
+class PlatformError(BuildError):
+    """This operating system or machine cannot build what was asked for."""
+
+    exit_code = 23
+
+
+class MetadataError(BuildError):
+    """pyproject.toml lacks something that a wheel needs."""
+
+    exit_code = 24
+
+
+class IndexPageError(BuildError):
+    """A package index cannot be written from these files."""
+
+    exit_code = 25
+
+
+class WheelDifferenceError(BuildError):
+    """A wheel that was built twice is not the same twice."""
+
+    exit_code = 26
+
+
+class InterruptedBuildError(BuildError):
+    """The build was stopped from outside."""
+
+    exit_code = 130
+
+
+def nearest(value: str, choices: Iterable[str]) -> str:
+    """`did you mean "x"? ` for the choice most like `value`, or an empty string."""
+    found = difflib.get_close_matches(value, list(choices), n=1, cutoff=0.5)
+    return f'did you mean "{found[0]}"? ' if found else ""

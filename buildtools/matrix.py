@@ -1,0 +1,173 @@
+"""matrix.toml read and checked: kernel sets, host libraries, the wheels made of them, and all pinned versions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .archs import Arch, parse_arch
+from .errors import ArchError, TableError
+from .kernels import KernelTable, arch_name, check_keys, choice_of, expect, read_toml
+
+_TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "tools")
+_KERNEL_SET_KEYS = ("requirement", "version", "archs")
+_HOST_KEYS = ("abi", "torch", "cxx11_abi", "machine", "platform")
+_WHEEL_KEYS = ("kernel_set", "host_library")
+_TOOL_KEYS = ("ninja", "minimum_gxx", "job_peak_mib")
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """A CUDA compiler, pinned, and the archs that it compiles the table for."""
+
+    name: str
+    requirement: str
+    version: str
+    archs: tuple[Arch, ...]
+
+    @property
+    def pin(self) -> str:
+        return f"{self.requirement}=={self.version}"
+
+
+@dataclass(frozen=True)
+class HostLibrary:
+    """A build of csrc/host: for every torch that `torch` specifies, one C++ ABI, one platform tag."""
+
+    name: str
+    abi: str
+    torch: str
+    cxx11_abi: bool
+    machine: str
+    platform: str
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """One kernel set and one host library."""
+
+    name: str
+    kernel_set: KernelSet
+    host_library: HostLibrary
+
+
+@dataclass(frozen=True)
+class Tools:
+    """`ninja`: a requirement. `minimum_gxx`: a version. `job_peak_mib`: memory of one compiler, for the job count."""
+
+    ninja: str
+    minimum_gxx: tuple[int, ...]
+    job_peak_mib: int
+
+
+@dataclass(frozen=True)
+class Matrix:
+    kernel_sets: Mapping[str, KernelSet]
+    host_libraries: Mapping[str, HostLibrary]
+    wheels: Mapping[str, Wheel]
+    tools: Tools
+
+    @property
+    def default_kernel_set(self) -> KernelSet:
+        """The kernel set of the first wheel, which a build from source follows."""
+        return next(iter(self.wheels.values())).kernel_set
+
+
+def load_matrix(path: Path, table: KernelTable | None = None) -> Matrix:
+    """matrix.toml; with `table`, the archs are checked against kernels.toml."""
+    return parse_matrix(read_toml(path), path.name, table)
+
+
+def parse_matrix(data: Mapping[str, Any], name: str = "matrix.toml", table: KernelTable | None = None) -> Matrix:
+    """TableError names the key that is wrong and the nearest right one."""
+    check_keys(data, _TOP_KEYS, where=name, required=_TOP_KEYS)
+    if data["version"] != 1:
+        raise TableError(f"{name}: version = {data['version']!r}", why="this builder reads version 1")
+    sections = {key: expect(data[key], dict, f"{name}: {key}") for key in _TOP_KEYS[1:]}
+    kernel_sets = {
+        key: _kernel_set(key, expect(value, dict, f"{name}: kernel_sets.{key}"), name, table)
+        for key, value in sections["kernel_sets"].items()
+    }
+    hosts = {
+        key: _host_library(key, expect(value, dict, f"{name}: host_libraries.{key}"), name)
+        for key, value in sections["host_libraries"].items()
+    }
+    wheels = {}
+    for key, value in sections["wheels"].items():
+        where = f"{name}: wheels.{key}"
+        check_keys(expect(value, dict, where), _WHEEL_KEYS, where=where, required=_WHEEL_KEYS)
+        wheels[key] = Wheel(
+            key,
+            kernel_sets[choice_of(value["kernel_set"], kernel_sets, f"{where}.kernel_set")],
+            hosts[choice_of(value["host_library"], hosts, f"{where}.host_library")],
+        )
+    if not wheels:
+        raise TableError(f"{name}: wheels is empty", fix="a wheel is a kernel_set and a host_library")
+    return Matrix(kernel_sets, hosts, wheels, _tools(sections["tools"], f"{name}: tools"))
+
+
+def _kernel_set(key: str, data: Mapping[str, Any], name: str, table: KernelTable | None) -> KernelSet:
+    where = f"{name}: kernel_sets.{key}"
+    check_keys(data, _KERNEL_SET_KEYS, where=where, required=_KERNEL_SET_KEYS)
+    _identifier(key, where)
+    archs = []
+    for value in expect(data["archs"], list, f"{where}.archs"):
+        if table is not None:
+            archs.append(arch_name(value, table.archs, f"{where}.archs"))
+        else:
+            try:
+                archs.append(parse_arch(expect(value, str, f"{where}.archs")))
+            except ArchError as error:
+                raise TableError(f"{where}.archs: {error.what}", fix=error.fix) from None
+    if not archs:
+        raise TableError(f"{where}.archs is empty")
+    return KernelSet(
+        name=key,
+        requirement=expect(data["requirement"], str, f"{where}.requirement"),
+        version=_version_text(data["version"], f"{where}.version"),
+        archs=tuple(archs),
+    )
+
+
+def _host_library(key: str, data: Mapping[str, Any], name: str) -> HostLibrary:
+    where = f"{name}: host_libraries.{key}"
+    check_keys(data, _HOST_KEYS, where=where, required=_HOST_KEYS)
+    _identifier(key, where)
+    torch = expect(data["torch"], str, f"{where}.torch")
+    if not re.fullmatch(r"(>=|==)[0-9]+\.[0-9]+(\.[0-9*]+)?(,(<|<=|!=)[0-9.]+)*", torch):
+        raise TableError(f'{where}.torch = "{torch}" is not understood', fix='write ">=2.10" or "==2.6.*"')
+    return HostLibrary(
+        name=key,
+        abi=choice_of(data["abi"], ("stable", "torch"), f"{where}.abi"),
+        torch=torch,
+        cxx11_abi=expect(data["cxx11_abi"], bool, f"{where}.cxx11_abi"),
+        machine=choice_of(data["machine"], ("x86_64", "aarch64"), f"{where}.machine"),
+        platform=expect(data["platform"], str, f"{where}.platform"),
+    )
+
+
+def _tools(data: Mapping[str, Any], where: str) -> Tools:
+    check_keys(data, _TOOL_KEYS, where=where, required=_TOOL_KEYS)
+    peak = expect(data["job_peak_mib"], int, f"{where}.job_peak_mib")
+    if peak <= 0:
+        raise TableError(f"{where}.job_peak_mib = {peak} is not positive")
+    return Tools(
+        ninja=expect(data["ninja"], str, f"{where}.ninja"),
+        minimum_gxx=tuple(int(part) for part in _version_text(data["minimum_gxx"], f"{where}.minimum_gxx").split(".")),
+        job_peak_mib=peak,
+    )
+
+
+def _identifier(key: str, where: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9_.-]*", key):
+        raise TableError(f"{where}: a row's name is lower-case letters, digits, - _ and .: it becomes a file's name")
+
+
+def _version_text(value: Any, where: str) -> str:
+    text = expect(value, str, where)
+    if not re.fullmatch(r"[0-9]+(\.[0-9]+)*", text):
+        raise TableError(f'{where} = "{text}" is not a version', fix='such as "12.9.86"')
+    return str(text)
