@@ -129,6 +129,24 @@ class WheelDifferenceError(BuildError):
     exit_code = 26
 
 
+class WheelDifferenceError(BuildError):
+    """Two wheels that should be equal are not."""
+
+    exit_code = 25
+
+
+class IndexPageError(BuildError):
+    """A package index cannot be written, or a page of it is wrong."""
+
+    exit_code = 26
+
+
+class WheelError(BuildError):
+    """A wheel cannot be put together: something that belongs into it is missing."""
+
+    exit_code = 27
+
+
 class InterruptedBuildError(BuildError):
     """The build was stopped from outside."""
 

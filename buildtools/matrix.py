@@ -12,10 +12,12 @@ from .archs import Arch, parse_arch
 from .errors import ArchError, TableError
 from .kernels import KernelTable, arch_name, check_keys, choice_of, expect, read_toml
 
-_TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "tools")
+_TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "tools", "images", "requirements")
 _KERNEL_SET_KEYS = ("requirement", "version", "archs")
 _HOST_KEYS = ("abi", "torch", "cxx11_abi", "machine", "platform")
 _WHEEL_KEYS = ("kernel_set", "host_library")
+_IMAGE_KEYS = ("image", "python")
+_REQUIREMENT_KEYS = ("build", "tools")
 _TOOL_KEYS = ("ninja", "minimum_gxx", "job_peak_mib")
 
 
@@ -64,11 +66,22 @@ class Tools:
 
 
 @dataclass(frozen=True)
+class Image:
+    """The build container of a platform: `image` by digest, and `python`, the name of its interpreter in it."""
+
+    platform: str
+    image: str
+    python: str
+
+
+@dataclass(frozen=True)
 class Matrix:
     kernel_sets: Mapping[str, KernelSet]
     host_libraries: Mapping[str, HostLibrary]
     wheels: Mapping[str, Wheel]
     tools: Tools
+    images: Mapping[str, Image]
+    requirements: Mapping[str, tuple[str, ...]]  # of the project's own environments, which docker/ locks
 
     @property
     def default_kernel_set(self) -> KernelSet:
@@ -106,7 +119,14 @@ def parse_matrix(data: Mapping[str, Any], name: str = "matrix.toml", table: Kern
         )
     if not wheels:
         raise TableError(f"{name}: wheels is empty", fix="a wheel is a kernel_set and a host_library")
-    return Matrix(kernel_sets, hosts, wheels, _tools(sections["tools"], f"{name}: tools"))
+    return Matrix(
+        kernel_sets=kernel_sets,
+        host_libraries=hosts,
+        wheels=wheels,
+        tools=_tools(sections["tools"], f"{name}: tools"),
+        images=_images(sections["images"], hosts, f"{name}: images"),
+        requirements=_requirements(sections["requirements"], f"{name}: requirements"),
+    )
 
 
 def _kernel_set(key: str, data: Mapping[str, Any], name: str, table: KernelTable | None) -> KernelSet:
@@ -159,6 +179,27 @@ def _tools(data: Mapping[str, Any], where: str) -> Tools:
         minimum_gxx=tuple(int(part) for part in _version_text(data["minimum_gxx"], f"{where}.minimum_gxx").split(".")),
         job_peak_mib=peak,
     )
+
+
+def _images(data: Mapping[str, Any], hosts: Mapping[str, HostLibrary], where: str) -> dict[str, Image]:
+    platforms = {host.platform for host in hosts.values()}
+    images = {}
+    for key, value in data.items():
+        here = f"{where}.{choice_of(key, sorted(platforms), where)}"
+        check_keys(expect(value, dict, here), _IMAGE_KEYS, where=here, required=_IMAGE_KEYS)
+        image = expect(value["image"], str, f"{here}.image")
+        if not re.fullmatch(r"[^@\s]+@sha256:[0-9a-f]{64}", image):
+            raise TableError(f'{here}.image = "{image}" names no digest', why="a tag can change", fix="NAME@sha256:...")
+        images[key] = Image(key, image, expect(value["python"], str, f"{here}.python"))
+    return images
+
+
+def _requirements(data: Mapping[str, Any], where: str) -> dict[str, tuple[str, ...]]:
+    check_keys(data, _REQUIREMENT_KEYS, where=where, required=_REQUIREMENT_KEYS)
+    return {
+        key: tuple(expect(item, str, f"{where}.{key}") for item in expect(value, list, f"{where}.{key}"))
+        for key, value in data.items()
+    }
 
 
 def _identifier(key: str, where: str) -> None:
