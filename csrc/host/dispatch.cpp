@@ -1,0 +1,439 @@
+#include "host/dispatch.h"
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "host/error.h"
+
+namespace flash_attn {
+
+namespace {
+
+constexpr const char* kOpNames[kOps] = {"fwd", "bwd"};
+constexpr const char* kDtypeNames[kDtypes] = {"fp16", "bf16"};
+constexpr const char* kMaskNames[kMasks] = {"full", "causal"};
+
+// Kernel families, the fastest first. The last one has every feature.
+constexpr const char* kFamilies[] = {"sm80"};
+constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
+constexpr int kMinCapability = 80;
+
+constexpr int kMaxDevices = 128;
+constexpr int kHeadDimSlots = kMaxHeadDim / kHeadDimStep;
+constexpr int kMaxImages = 8;
+constexpr int64_t kMaxGrid = 2147483647;
+
+using KernelSlot = std::atomic<const Kernel*>;
+
+struct LoadedKernel {
+  Kernel kernel;
+  const char* key;
+  LoadedKernel* next;
+};
+
+// A device that was launched on.
+struct Device {
+  DeviceFacts facts;
+  CUcontext primary;
+  LoadedKernel* loaded;  // guarded by resolve_mutex
+  KernelSlot slots[kOps][kDtypes][kMasks][kHeadDimSlots];
+};
+
+std::atomic<Device*> devices[kMaxDevices];
+std::mutex resolve_mutex;
+
+KernelSlot& slot_of(Device& device, const KernelQuery& query) {
+  return device.slots[static_cast<int>(query.op)][static_cast<int>(query.dtype)][static_cast<int>(query.mask)]
+                     [query.head_dim / kHeadDimStep - 1];
+}
+
+struct Key {
+  char text[sizeof(Record::key)];
+};
+
+Key key_of(const KernelQuery& query, const char* family, unsigned head_dim) {
+  Key key;
+  snprintf(key.text, sizeof(key.text), "%s-%s-%s-d%u-%s", kOpNames[static_cast<int>(query.op)], family,
+           kDtypeNames[static_cast<int>(query.dtype)], head_dim, kMaskNames[static_cast<int>(query.mask)]);
+  return key;
+}
+
+// FLASH_ATTN_FAMILY as an index into kFamilies, or -1 where it is not set. Read once: a call does no string work.
+int forced_family() {
+  static const int forced = [] {
+    const char* const wanted = getenv("FLASH_ATTN_FAMILY");
+    if (wanted == nullptr || *wanted == 0) return -1;
+    for (int i = 0; i < kFamilyCount; ++i) {
+      if (strcmp(wanted, kFamilies[i]) == 0) return i;
+    }
+    Text known;
+    for (const char* family : kFamilies) known.add("%s%s", known.empty() ? "" : ", ", family);
+    fail("FLASH_ATTN_FAMILY=%s names no kernel family; there is: %s. Unset it to take the fastest.", wanted,
+         known.c_str());
+  }();
+  return forced;
+}
+
+// "80, 86, ptx80": the archs of a group.
+Text archs_of(const KernelSet& set, KernelGroup group) {
+  Text text;
+  for (uint32_t i = group.first; i < group.last; ++i) text.add("%s%s", text.empty() ? "" : ", ", set[i].arch);
+  return text;
+}
+
+[[noreturn]] void fail_missing_key(const KernelSet& set, const KernelQuery& query, int head_dim) {
+  const int family = forced_family();
+  const int missing = (head_dim + 63) / 64 * 64;
+  const Key key = key_of(query, kFamilies[family >= 0 ? family : kFamilyCount - 1], static_cast<unsigned>(missing));
+  Text built;
+  constexpr int kListed = 24;
+  int groups = 0;
+  for (uint32_t i = 0; i < set.size(); i = group_at(set, i).last) {
+    if (groups++ < kListed) built.add("%s%s", built.empty() ? "" : ", ", set[i].key);
+  }
+  if (groups > kListed) built.add(" and %d more", groups - kListed);
+  fail("kernel %s is not built (head_dim %d needs it). Built: %s. To add it, build from source with FORCE_BUILD=1 and "
+       "with %d in FLASH_ATTN_HEAD_DIMS, or with neither FLASH_ATTN_HEAD_DIMS nor FLASH_ATTN_KERNELS set, which builds "
+       "every kernel.",
+       key.text, head_dim, built.empty() ? "nothing" : built.c_str(), missing);
+}
+
+[[noreturn]] void fail_no_arch(const KernelSet& set, KernelGroup group, const DeviceFacts& gpu) {
+  const char* const key = set[group.first].key;
+  const Text archs = archs_of(set, group);
+  if (gpu.capability() < kMinCapability) {
+    fail("%s (device %d) has compute capability %d.%d; flash_attn needs 8.0 or newer. Kernel %s is built for: %s.",
+         gpu.name, gpu.ordinal, gpu.major, gpu.minor, key, archs.c_str());
+  }
+  fail("kernel %s is not built for %s (device %d, compute capability %d.%d); it is built for: %s. To add it, build from "
+       "source with FORCE_BUILD=1 FLASH_ATTN_CUDA_ARCHS=%d.%d.",
+       key, gpu.name, gpu.ordinal, gpu.major, gpu.minor, archs.c_str(), gpu.major, gpu.minor);
+}
+
+struct Choice {
+  KernelGroup group;
+  const Record* images[kMaxImages];
+  int image_count;
+};
+
+// The smallest head dim that holds the query's, in the fastest family that has it for this GPU.
+Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts& gpu) {
+  const int forced = forced_family();
+  Choice best = {};
+  int best_family = kFamilyCount;
+  bool key_exists = false;
+  KernelGroup without_arch = {};
+  for (uint32_t i = 0; i < set.size();) {
+    const KernelGroup group = group_at(set, i);
+    i = group.last;
+    const Record& record = set[group.first];
+    if (record.head_dim < static_cast<uint32_t>(query.head_dim)) continue;
+    int family = 0;
+    while (family < kFamilyCount && strcmp(record.key, key_of(query, kFamilies[family], record.head_dim).text) != 0) {
+      ++family;
+    }
+    if (family == kFamilyCount || (forced >= 0 && family != forced)) continue;
+    Choice found;
+    found.group = group;
+    found.image_count = usable_records(set, group, gpu.capability(), found.images, kMaxImages);
+    if (found.image_count == 0) {
+      if (!key_exists || record.head_dim < set[without_arch.first].head_dim) without_arch = group;
+      key_exists = true;
+      continue;
+    }
+    const bool first = best.image_count == 0;
+    const uint32_t best_head_dim = first ? 0 : best.images[0]->head_dim;
+    if (first || record.head_dim < best_head_dim || (record.head_dim == best_head_dim && family < best_family)) {
+      best = found;
+      best_family = family;
+    }
+  }
+  if (best.image_count > 0) return best;
+  if (key_exists) fail_no_arch(set, without_arch, gpu);
+  fail_missing_key(set, query, query.head_dim);
+}
+
+bool fits(const Record& record, int static_bytes, const DeviceFacts& gpu) {
+  return static_cast<int64_t>(record.smem_bytes) + static_bytes <= gpu.shared_bytes;
+}
+
+[[noreturn]] void fail_shared_memory(const Record& record, int static_bytes, const DeviceFacts& gpu) {
+  const int64_t needed = static_cast<int64_t>(record.smem_bytes) + static_bytes;
+  fail("kernel %s (arch %s) needs %lld bytes of shared memory per block, and %s (device %d, compute capability %d.%d) "
+       "has %d available. Use a smaller head_dim on this GPU.",
+       record.key, record.arch, static_cast<long long>(needed), gpu.name, gpu.ordinal, gpu.major, gpu.minor,
+       gpu.shared_bytes);
+}
+
+// What was being done, for check(): "<action> kernel <key> (arch 90) on NVIDIA H200 (device 0)".
+struct Action {
+  Action(const char* action, const Record& record, const DeviceFacts& gpu) {
+    snprintf(text, sizeof(text), "%s kernel %s (arch %s) on %s (device %d)", action, record.key, record.arch, gpu.name,
+             gpu.ordinal);
+  }
+  char text[384];
+};
+
+// Loads one image; false where the driver says that it holds no code for this GPU.
+bool load_module(const Driver& cuda, const KernelSet& set, const Record& record, const DeviceFacts& gpu,
+                 CUmodule* module) {
+  char log[2048] = {0};
+  int options[2] = {CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
+  void* values[2] = {log, reinterpret_cast<void*>(sizeof(log) - 1)};
+  const CUresult error = cuda.cuModuleLoadDataEx(module, set.image(record), 2, options, values);
+  if (error == CUDA_SUCCESS) return true;
+  if (error == CUDA_ERROR_NO_BINARY_FOR_GPU) return false;
+  int version = 0;
+  cuda.cuDriverGetVersion(&version);
+  fail("%s failed: %s; the driver supports CUDA %d.%d, the kernels are from %s.%s%s",
+       Action("loading", record, gpu).text, ErrorText(cuda, error).c_str(), version / 1000, version % 1000 / 10,
+       set.compiler(), log[0] != 0 ? " The driver's log: " : "", log);
+}
+
+// A module that is unloaded again unless everything in it was found in order.
+class ModuleGuard {
+ public:
+  explicit ModuleGuard(const Driver& cuda) : cuda_(cuda) {}
+  ~ModuleGuard() {
+    if (module != nullptr) cuda_.cuModuleUnload(module);
+  }
+  ModuleGuard(const ModuleGuard&) = delete;
+  ModuleGuard& operator=(const ModuleGuard&) = delete;
+
+  CUmodule module = nullptr;
+
+ private:
+  const Driver& cuda_;
+};
+
+Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choice, Op op, const Device& device) {
+  const DeviceFacts& gpu = device.facts;
+  const CurrentContext current(cuda, device.primary);
+  const RelaxedCapture relaxed(cuda);
+
+  // Mostly the first image is it. A later one, PTX in the end, serves where the tile of a better one does not fit, and
+  // on integrated GPUs, which refuse machine code for another minor.
+  ModuleGuard guard(cuda);
+  const Record* record = nullptr;
+  bool any_fits = false;
+  for (int i = 0; i < choice.image_count && guard.module == nullptr; ++i) {
+    record = choice.images[i];
+    if (!fits(*record, 0, gpu)) continue;
+    any_fits = true;
+    if (!load_module(cuda, set, *record, gpu, &guard.module)) guard.module = nullptr;
+  }
+  if (!any_fits) fail_shared_memory(*choice.images[0], 0, gpu);
+  if (guard.module == nullptr) fail_no_arch(set, choice.group, gpu);
+
+  constexpr const char* kFwdEntries[] = {"flash_fwd"};
+  constexpr const char* kBwdEntries[] = {"flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"};
+  const char* const* const names = op == Op::fwd ? kFwdEntries : kBwdEntries;
+  const int count = op == Op::fwd ? 1 : 3;
+  const int main_entry = op == Op::fwd ? 0 : 1;
+
+  Kernel kernel = {};
+  kernel.record = record;
+  kernel.context = device.primary;
+  for (int i = 0; i < count; ++i) {
+    CUfunction* const entry = &kernel.entry[i];
+    const CUresult found = cuda.cuModuleGetFunction(entry, guard.module, names[i]);
+    if (found != CUDA_SUCCESS) check(cuda, found, Action("finding an entry point of", *record, gpu).text);
+    // Reading an attribute makes a lazily loading driver load the function now, outside of a capture's reach.
+    int threads = 0, static_bytes = 0;
+    CUresult read = cuda.cuFuncGetAttribute(&threads, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, *entry);
+    if (read == CUDA_SUCCESS) read = cuda.cuFuncGetAttribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, *entry);
+    if (read != CUDA_SUCCESS) check(cuda, read, Action("reading the attributes of", *record, gpu).text);
+    if (static_cast<uint32_t>(threads) < record->threads) {
+      fail("kernel %s (arch %s): %s can run with %d threads per block, the kernel set asks for %u. Reinstall flash-attn.",
+           record->key, record->arch, names[i], threads, record->threads);
+    }
+    if (i != main_entry) continue;
+    if (!fits(*record, static_bytes, gpu)) fail_shared_memory(*record, static_bytes, gpu);
+    const CUresult set_error = cuda.cuFuncSetAttribute(*entry, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                                       static_cast<int>(record->smem_bytes));
+    if (set_error != CUDA_SUCCESS) check(cuda, set_error, Action("setting the shared memory of", *record, gpu).text);
+  }
+  guard.module = nullptr;
+  return kernel;
+}
+
+// The device's entry of `devices`, made at its first use. Called with resolve_mutex held.
+Device& device_entry(const Driver& cuda, int ordinal) {
+  Device* device = devices[ordinal].load(std::memory_order_relaxed);
+  if (device != nullptr) return *device;
+  const DeviceFacts facts = device_facts(cuda, ordinal);
+  CUcontext primary = nullptr;
+  check(cuda, cuda.cuDevicePrimaryCtxRetain(&primary, facts.handle), "taking the GPU's primary context");
+  device = new Device();
+  device->facts = facts;
+  device->primary = primary;
+  devices[ordinal].store(device, std::memory_order_release);
+  return *device;
+}
+
+__attribute__((noinline, cold)) const Kernel& resolve_and_load(const KernelQuery& query) {
+  std::lock_guard<std::mutex> lock(resolve_mutex);
+  const Driver& cuda = driver();
+  const KernelSet& set = kernel_set();
+  Device& device = device_entry(cuda, query.device);
+  KernelSlot& slot = slot_of(device, query);
+  const Kernel* const resolved = slot.load(std::memory_order_relaxed);
+  if (resolved != nullptr) return *resolved;
+
+  const Choice choice = choose(set, query, device.facts);
+  const char* const key = set[choice.group.first].key;
+  LoadedKernel* loaded = device.loaded;
+  while (loaded != nullptr && loaded->key != key) loaded = loaded->next;
+  if (loaded == nullptr) {
+    loaded = new LoadedKernel{load_kernel(cuda, set, choice, query.op, device), key, device.loaded};
+    device.loaded = loaded;
+  }
+  slot.store(&loaded->kernel, std::memory_order_release);
+  return loaded->kernel;
+}
+
+// Blocks that cover `length`, and a 1-D grid of them for every head and batch.
+int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
+
+unsigned grid_of(const Kernel& kernel, int64_t blocks, int64_t heads, int64_t batch) {
+  int64_t heads_and_batch = 0, grid = 0;
+  if (__builtin_mul_overflow(heads, batch, &heads_and_batch) ||
+      __builtin_mul_overflow(blocks, heads_and_batch, &grid) || grid > kMaxGrid) {
+    fail("kernel %s: %lld tiles x %lld heads x %lld sequences are more than the %lld blocks of a launch. Split the batch.",
+         kernel.record->key, static_cast<long long>(blocks), static_cast<long long>(heads),
+         static_cast<long long>(batch), static_cast<long long>(kMaxGrid));
+  }
+  return static_cast<unsigned>(grid);
+}
+
+template <typename Params>
+void launch(const Driver& cuda, const Kernel& kernel, int entry, unsigned grid, unsigned shared_bytes, Params* params,
+            CUstream stream) {
+  if (grid == 0) return;
+  void* arguments[] = {params};
+  const CUresult error = cuda.cuLaunchKernel(kernel.entry[entry], grid, 1, 1, kernel.record->threads, 1, 1, shared_bytes,
+                                             stream, arguments, nullptr);
+  if (__builtin_expect(error != CUDA_SUCCESS, 0)) {
+    fail("launching kernel %s (arch %s) with %u blocks of %u threads and %u bytes of shared memory failed: %s.",
+         kernel.record->key, kernel.record->arch, grid, kernel.record->threads, shared_bytes,
+         ErrorText(cuda, error).c_str());
+  }
+}
+
+template <typename Params>
+void complete(const Kernel& kernel, Params& params) {
+  constexpr double kLog2E = 1.4426950408889634;
+  params.group = params.heads_kv > 0 ? params.heads / params.heads_kv : 1;
+  params.blocks_m = static_cast<int>(blocks_of(params.seqlen_q, kernel.record->block_m));
+  params.scale_log2 = static_cast<float>(params.scale * kLog2E);
+}
+
+}  // namespace
+
+const Kernel& resolve(const KernelQuery& query) {
+  if (query.head_dim < kHeadDimStep || query.head_dim > kMaxHeadDim || query.head_dim % kHeadDimStep != 0) {
+    fail("head_dim %d is not one of 8, 16, ..., %d.", query.head_dim, kMaxHeadDim);
+  }
+  if (query.device < 0 || query.device >= kMaxDevices) fail("device %d is out of range.", query.device);
+  Device* const device = devices[query.device].load(std::memory_order_acquire);
+  if (device != nullptr) {
+    const Kernel* const kernel = slot_of(*device, query).load(std::memory_order_acquire);
+    if (kernel != nullptr) return *kernel;
+  }
+  return resolve_and_load(query);
+}
+
+void launch_fwd(const Kernel& kernel, FwdParams params, CUstream stream) {
+  const Driver& cuda = driver();
+  complete(kernel, params);
+  const unsigned grid = grid_of(kernel, params.blocks_m, params.heads, params.batch);
+  const CurrentContext current(cuda, kernel.context);
+  launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
+}
+
+BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params) {
+  const int64_t blocks_m = blocks_of(params.seqlen_q, kernel.record->block_m);
+  // Bounded by the grid, and the tile by the record's check: none of these products overflows.
+  const int64_t tiles = grid_of(kernel, blocks_m, params.heads, params.batch);
+  const int64_t rows = tiles * kernel.record->block_m;
+  BwdWorkspace workspace;
+  workspace.dq_accum = 0;
+  workspace.lse_log2 = rows * kernel.record->head_dim;
+  workspace.delta = workspace.lse_log2 + rows;
+  workspace.dq_semaphore = workspace.delta + rows;
+  workspace.total = workspace.dq_semaphore + tiles;
+  return workspace;
+}
+
+void launch_bwd(const Kernel& kernel, BwdParams params, float* buffer, CUstream stream) {
+  const Driver& cuda = driver();
+  complete(kernel, params);
+  params.blocks_n = static_cast<int>(blocks_of(params.seqlen_k, kernel.record->block_n));
+  const BwdWorkspace workspace = bwd_workspace(kernel, params);
+  params.dq_accum = buffer + workspace.dq_accum;
+  params.lse_log2 = buffer + workspace.lse_log2;
+  params.delta = buffer + workspace.delta;
+  params.dq_semaphore = reinterpret_cast<int*>(buffer + workspace.dq_semaphore);
+  const unsigned query_tiles = grid_of(kernel, params.blocks_m, params.heads, params.batch);
+  const unsigned key_tiles = grid_of(kernel, params.blocks_n, params.heads_kv, params.batch);
+  const CurrentContext current(cuda, kernel.context);
+  launch(cuda, kernel, 0, query_tiles, 0, &params, stream);
+  launch(cuda, kernel, 1, key_tiles, kernel.record->smem_bytes, &params, stream);
+  launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
+}
+
+bool supported(int ordinal, char* reason, size_t size) {
+  const Driver& cuda = driver();
+  const DeviceFacts gpu = device_facts(cuda, ordinal);
+  const KernelSet& set = kernel_set();
+  Text text;
+  text.add("%s (device %d, compute capability %d.%d): ", gpu.name, ordinal, gpu.major, gpu.minor);
+  if (gpu.capability() < kMinCapability) {
+    text.add("flash_attn needs compute capability 8.0 or newer.");
+    copy_text(reason, size, text.c_str());
+    return false;
+  }
+  int keys = 0, usable = 0, through_ptx = 0;
+  const char* wants_memory = nullptr;
+  const char* wants_arch = nullptr;
+  KernelGroup group = {};
+  for (uint32_t i = 0; i < set.size(); i = group.last) {
+    group = group_at(set, i);
+    ++keys;
+    const Record* images[kMaxImages];
+    const int count = usable_records(set, group, gpu.capability(), images, kMaxImages);
+    int image = 0;
+    while (image < count && !fits(*images[image], 0, gpu)) ++image;
+    if (count == 0) {
+      wants_arch = set[i].key;
+    } else if (image == count) {
+      wants_memory = set[i].key;
+    } else {
+      ++usable;
+      if (strncmp(images[image]->arch, "ptx", 3) == 0) ++through_ptx;
+    }
+  }
+  if (keys == 0) {
+    text.add("the kernel set %s holds no kernel.", set.path());
+  } else if (usable == 0) {
+    text.add("none of the %d kernels can run; they are built for: %s.", keys, archs_of(set, group).c_str());
+    if (wants_memory == nullptr) {
+      text.add(" Build from source with FORCE_BUILD=1 FLASH_ATTN_CUDA_ARCHS=%d.%d.", gpu.major, gpu.minor);
+    }
+  } else if (usable == keys) {
+    text.add("all %d kernels run", keys);
+  } else {
+    text.add("%d of %d kernels run", usable, keys);
+  }
+  if (through_ptx > 0) text.add(", %d through PTX, which the driver compiles at first use", through_ptx);
+  if (usable > 0) text.add(".");
+  if (wants_memory != nullptr) text.add(" %s needs more shared memory than %d bytes.", wants_memory, gpu.shared_bytes);
+  if (usable > 0 && wants_arch != nullptr) text.add(" %s is not built for this GPU.", wants_arch);
+  copy_text(reason, size, text.c_str());
+  return usable > 0;
+}
+
+}  // namespace flash_attn

@@ -1,0 +1,69 @@
+// From a plain description of a problem to launched kernels: which kernel of the set, which image of it for this GPU,
+// the launch's parameters and grid. Knows no torch.
+//
+// A call first resolves its kernel (an array look-up once it is loaded), then launches it. Both throw
+// std::runtime_error with a message that names the kernel's key.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "host/driver.h"
+#include "host/kernel_set.h"
+#include "params.h"
+
+namespace flash_attn {
+
+enum class Op { fwd, bwd };
+enum class Dtype { fp16, bf16 };
+enum class Mask { full, causal };
+constexpr int kOps = 2, kDtypes = 2, kMasks = 2;
+
+// The largest head dim that any kernel may have, and the granularity of the caller's head dim.
+constexpr int kMaxHeadDim = 256;
+constexpr int kHeadDimStep = 8;
+
+// Lengths are held in ints in the kernels, where positions of queries and keys are added.
+constexpr int64_t kMaxSeqlen = int64_t{1} << 30;
+
+struct KernelQuery {
+  Op op;
+  Dtype dtype;
+  Mask mask;
+  int head_dim;  // the caller's, a multiple of kHeadDimStep in 8..kMaxHeadDim
+  int device;    // ordinal
+};
+
+// A kernel loaded on one device. Never unloaded.
+struct Kernel {
+  const Record* record;
+  CUcontext context;
+  CUfunction entry[3];  // flash_fwd; or flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess
+};
+
+// The kernel with the smallest head dim that holds the query's, of the fastest family that can run on the device. Loads
+// it at its first use on a device, also while a stream is being captured. Safe from several threads.
+const Kernel& resolve(const KernelQuery& query);
+
+// Launches flash_fwd. The caller has set pointers, strides, batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim and
+// scale; the rest is set here.
+void launch_fwd(const Kernel& kernel, FwdParams params, CUstream stream);
+
+// Where bwd's workspaces lie in one fp32 buffer of `total` elements, in elements from its start.
+struct BwdWorkspace {
+  int64_t dq_accum;
+  int64_t lse_log2;
+  int64_t delta;
+  int64_t dq_semaphore;
+  int64_t total;
+};
+BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params);
+
+// Launches the three kernels of the backward pass. As launch_fwd; `buffer` is what bwd_workspace asked for.
+void launch_bwd(const Kernel& kernel, BwdParams params, float* buffer, CUstream stream);
+
+// Whether this library and its kernel set can run on the device; `reason` (size bytes) is filled either way. Creates no
+// context and loads nothing.
+bool supported(int device, char* reason, size_t size);
+
+}  // namespace flash_attn

@@ -1,0 +1,60 @@
+// Preloaded into a Python with a CPU-only torch, makes CPU tensors pass for tensors on cuda:0, so that the built library
+// itself runs: its operators are registered for CPU tensors, and the fake driver computes on their memory.
+//
+// Everything else goes to the real libtorch. FAKE_TORCH_FAIL names a function that fails as torch does: error code 1.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "host/torch_shim.h"
+
+namespace {
+
+template <typename Function>
+Function real(const char* name) {
+  void* const library = dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+  void* const address = library != nullptr ? dlsym(library, name) : nullptr;
+  if (address == nullptr) abort();
+  return reinterpret_cast<Function>(address);
+}
+
+bool told_to_fail(const char* name) {
+  const char* const told = getenv("FAKE_TORCH_FAIL");
+  return told != nullptr && strcmp(told, name) == 0;
+}
+
+}  // namespace
+
+extern "C" {
+
+AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file, uint32_t line,
+                                            TorchLibraryHandle* ret_new_torch_lib) {
+  if (strcmp(ns, "flash_attn") == 0 && strcmp(k, "CUDA") == 0) k = "CPU";
+  return real<decltype(&aoti_torch_library_init_impl)>("aoti_torch_library_init_impl")(ns, k, file, line,
+                                                                                       ret_new_torch_lib);
+}
+
+int32_t aoti_torch_device_type_cuda() {
+  return real<decltype(&aoti_torch_device_type_cuda)>("aoti_torch_device_type_cpu")();
+}
+
+AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* ret_device_index) {
+  *ret_device_index = 0;
+  return 0;
+}
+
+AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr, int32_t dtype,
+                                        int32_t device_type, int32_t, AtenTensorHandle* ret_new_tensor) {
+  if (told_to_fail("aoti_torch_empty_strided")) return 1;
+  return real<decltype(&aoti_torch_empty_strided)>("aoti_torch_empty_strided")(ndim, sizes_ptr, strides_ptr, dtype,
+                                                                               device_type, -1, ret_new_tensor);
+}
+
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream) {
+  *ret_stream = reinterpret_cast<void*>(static_cast<uintptr_t>(0x500 + device_index));
+  return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,148 @@
+// Drives the torch-free part of the host library from standard input, one command a line, one answer a line: "ok ..." or
+// "error <message>".
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "host/dispatch.h"
+#include "host/driver.h"
+#include "host/error.h"
+#include "host/kernel_set.h"
+
+extern "C" const char* flash_attn_version(void);
+extern "C" int flash_attn_device_count(char* error, size_t n);
+extern "C" int flash_attn_supported(int device, char* reason, size_t n);
+extern "C" int flash_attn_capability(int device);
+
+namespace fa = flash_attn;
+
+namespace {
+
+struct Shape {
+  int device, head_dim, batch, seqlen_q, seqlen_k, heads, heads_kv;
+  fa::Dtype dtype;
+  fa::Mask mask;
+};
+
+bool read_shape(const char* text, Shape* shape) {
+  char dtype[8], mask[8];
+  if (sscanf(text, "%d %7s %7s %d %d %d %d %d %d", &shape->device, dtype, mask, &shape->head_dim, &shape->batch,
+             &shape->seqlen_q, &shape->seqlen_k, &shape->heads, &shape->heads_kv) != 9) {
+    return false;
+  }
+  shape->dtype = strcmp(dtype, "bf16") == 0 ? fa::Dtype::bf16 : fa::Dtype::fp16;
+  shape->mask = strcmp(mask, "causal") == 0 ? fa::Mask::causal : fa::Mask::full;
+  return true;
+}
+
+template <typename Params>
+Params params_of(const Shape& shape) {
+  Params params;
+  memset(&params, 0, sizeof(params));
+  params.batch = shape.batch;
+  params.heads = shape.heads;
+  params.heads_kv = shape.heads_kv;
+  params.seqlen_q = shape.seqlen_q;
+  params.seqlen_k = shape.seqlen_k;
+  params.head_dim = shape.head_dim;
+  params.scale = 0.125f;
+  return params;
+}
+
+const fa::CUstream kStream = reinterpret_cast<fa::CUstream>(0x77);
+
+std::string run_kernel(fa::Op op, const Shape& shape) {
+  try {
+    const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device});
+    if (op == fa::Op::fwd) {
+      fa::launch_fwd(kernel, params_of<fa::FwdParams>(shape), kStream);
+      return "ok";
+    }
+    fa::BwdParams params = params_of<fa::BwdParams>(shape);
+    params.deterministic = 1;
+    const fa::BwdWorkspace workspace = fa::bwd_workspace(kernel, params);
+    // Only the addresses matter here: nothing is computed.
+    alignas(64) static float origin[1];
+    fa::launch_bwd(kernel, params, origin, kStream);
+    return "ok workspace=" + std::to_string(workspace.total);
+  } catch (const std::exception& error) {
+    return std::string("error ") + error.what();
+  }
+}
+
+std::string answer(const std::string& line) {
+  const size_t space = line.find(' ');
+  const std::string command = line.substr(0, space);
+  const std::string rest = space == std::string::npos ? "" : line.substr(space + 1);
+  char text[8192];
+  Shape shape;
+  try {
+    if (command == "version") return std::string("ok ") + flash_attn_version();
+    if (command == "count") {
+      const int count = flash_attn_device_count(text, sizeof(text));
+      return count >= 0 ? "ok " + std::to_string(count) : std::string("error ") + text;
+    }
+    if (command == "supported") {
+      const int yes = flash_attn_supported(atoi(rest.c_str()), text, sizeof(text));
+      return std::string(yes ? "ok yes " : "ok no ") + text;
+    }
+    if (command == "short") {  // a reason cut to the caller's buffer
+      memset(text, 'x', sizeof(text));
+      flash_attn_supported(0, text, 16);
+      return std::string("ok ") + std::to_string(strlen(text)) + (text[16] == 'x' ? " intact" : " overrun");
+    }
+    if (command == "capability") return "ok " + std::to_string(flash_attn_capability(atoi(rest.c_str())));
+    if (command == "open") {
+      const fa::KernelSet set(rest.c_str());
+      return "ok " + std::to_string(set.size()) + " " + set.compiler();
+    }
+    if (command == "env") {
+      const size_t equals = rest.find('=');
+      setenv(rest.substr(0, equals).c_str(), rest.substr(equals + 1).c_str(), 1);
+      return "ok";
+    }
+    if (command == "push") {
+      fa::CUcontext context = nullptr;
+      fa::driver().cuDevicePrimaryCtxRetain(&context, atoi(rest.c_str()));
+      fa::driver().cuCtxPushCurrent(context);
+      return "ok";
+    }
+    if (command == "current") {
+      fa::CUcontext context = nullptr;
+      fa::driver().cuCtxGetCurrent(&context);
+      snprintf(text, sizeof(text), "ok %d", context == nullptr ? -1 : static_cast<int>(reinterpret_cast<size_t>(context)) - 0x1000);
+      return text;
+    }
+    if (command == "fwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::fwd, shape);
+    if (command == "bwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::bwd, shape);
+    if (command == "threads" && read_shape(rest.c_str(), &shape)) {
+      std::vector<std::string> answers(8);
+      std::vector<std::thread> threads;
+      for (std::string& one : answers) threads.emplace_back([&one, shape] { one = run_kernel(fa::Op::fwd, shape); });
+      for (std::thread& thread : threads) thread.join();
+      for (const std::string& one : answers) {
+        if (one != "ok") return one;
+      }
+      return "ok";
+    }
+  } catch (const std::exception& error) {
+    return std::string("error ") + error.what();
+  }
+  return "error unknown command: " + line;
+}
+
+}  // namespace
+
+int main() {
+  char line[4096];
+  while (fgets(line, sizeof(line), stdin) != nullptr) {
+    line[strcspn(line, "\n")] = 0;
+    printf("%s\n", answer(line).c_str());
+    fflush(stdout);
+  }
+  return 0;
+}
