@@ -1,0 +1,104 @@
+"""Which bytes of two wheels differ: `python -m buildtools.compare A.whl B.whl` exits 0 only where none do."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BuildError, WheelDifferenceError
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two wheels, member by member."""
+
+    first: Path
+    second: Path
+    same: tuple[str, ...]
+    different: tuple[str, ...]  # in both, with other bytes
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    digests: tuple[str, str]  # sha256 of the whole files
+
+    @property
+    def identical(self) -> bool:
+        return self.digests[0] == self.digests[1]
+
+    @property
+    def same_contents(self) -> bool:
+        """Every member is the same; the zip files may still differ in order, dates or compression."""
+        return not (self.different or self.only_first or self.only_second)
+
+    def __str__(self) -> str:
+        lines = [f"{digest}  {path}" for digest, path in zip(self.digests, (self.first, self.second), strict=True)]
+        if self.identical:
+            return "\n".join([*lines, "the wheels are the same, byte for byte"])
+        lines += [f"  same       {name}" for name in self.same]
+        lines += [f"  DIFFERENT  {name}" for name in self.different]
+        lines += [f"  only in {self.first}: {name}" for name in self.only_first]
+        lines += [f"  only in {self.second}: {name}" for name in self.only_second]
+        if self.same_contents:
+            lines.append("the members are the same; the zip files differ in their order, dates, modes or compression")
+        return "\n".join(lines)
+
+
+def _members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as wheel:
+        return {name: hashlib.sha256(wheel.read(name)).digest() for name in wheel.namelist()}
+
+
+def compare_wheels(first: Path, second: Path) -> Comparison:
+    """Compares the files and, where they differ, says in which members."""
+    one, other = _members(first), _members(second)
+    both = sorted(one.keys() & other.keys())
+    return Comparison(
+        first,
+        second,
+        same=tuple(name for name in both if one[name] == other[name]),
+        different=tuple(name for name in both if one[name] != other[name]),
+        only_first=tuple(sorted(one.keys() - other.keys())),
+        only_second=tuple(sorted(other.keys() - one.keys())),
+        digests=(_sha256(first), _sha256(second)),
+    )
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def check(comparison: Comparison, allowed: frozenset[str] = frozenset()) -> None:
+    """Raises where the wheels differ in anything but the members whose last name is in `allowed`."""
+    if comparison.identical:
+        return
+    lists = (comparison.different, comparison.only_first, comparison.only_second)
+    unexpected = sorted({name for names in lists for name in names if name.rpartition("/")[2] not in allowed})
+    if unexpected or comparison.same_contents:
+        raise WheelDifferenceError(
+            f"{comparison.first.name} was built twice and differs in {', '.join(unexpected) or 'the zip file itself'}",
+            why="a wheel that cannot be built again cannot be verified",
+            fix="compare the members with diffoscope; look for paths, dates, file order and compiler versions",
+        )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m buildtools.compare", description="compare two wheels")
+    parser.add_argument("first", type=Path)
+    parser.add_argument("second", type=Path)
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME", help="a file that may differ")
+    options = parser.parse_args(arguments)
+    comparison = compare_wheels(options.first, options.second)
+    print(comparison)
+    try:
+        check(comparison, frozenset(options.allow))
+    except BuildError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

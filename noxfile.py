@@ -1,0 +1,326 @@
+"""Everything that is done to the project, as nox sessions.
+
+`nox -l` lists them and `nox -s NAME -- ARGUMENTS` runs one. These variables change where and with what they run:
+
+FLASH_ATTN_TEST_TORCH    what pip is asked for where a torch is needed, e.g. "torch==2.13.0"; default "torch"
+FLASH_ATTN_ENGINE        the container engine, docker or podman; default: the first that is there
+FLASH_ATTN_BASE_IMAGE    the image that the build image is made from; default: the one in matrix.toml
+FLASH_ATTN_ENGINE_ARGS   more arguments for the engine's `create`, e.g. "--network=host"
+FLASH_ATTN_ENGINE_BUILD_ARGS   more arguments for the engine's `build`
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import nox
+
+ROOT = Path(__file__).parent.resolve()
+DIST = ROOT / "dist"
+BUILD_LOCK = ROOT / "docker" / "requirements-build.txt"
+TOOLS_LOCK = ROOT / "docker" / "requirements-tools.txt"
+MATRIX = ROOT / "matrix.toml"
+MAXIMUM_LINES = 800
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+
+# -- what sessions share ---------------------------------------------------------------------------------------------
+
+
+def install_locked(session: nox.Session, lock: Path) -> None:
+    """Installs exactly what a lock file names, wheels only, each checked against its hash."""
+    session.install("--require-hashes", "--only-binary=:all:", "--requirement", str(lock))
+
+
+def test_torch() -> list[str]:
+    """pip's arguments for the torch of the test environments."""
+    return shlex.split(os.environ.get("FLASH_ATTN_TEST_TORCH", "torch"))
+
+
+def the_wheel(session: nox.Session, folder: Path = DIST) -> Path:
+    """The one wheel in a folder."""
+    wheels = sorted(folder.glob("flash_attn-*.whl"))
+    if len(wheels) != 1:
+        session.error(f"{folder} holds {len(wheels)} flash_attn wheels, and one is needed: run `nox -s build-wheel`")
+    return wheels[0]
+
+
+def fresh_environment(session: nox.Session, name: str) -> Path:
+    """Makes an empty virtual environment and returns its Python."""
+    folder = Path(session.create_tmp()) / name
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "virtualenv", "--quiet", str(folder))
+    return folder / "bin" / "python"
+
+
+def clean_environment() -> dict[str, str | None]:
+    """Variables that would let the source tree or the user's site-packages into a test of an installed wheel."""
+    return {"PYTHONPATH": None, "PYTHONNOUSERSITE": "1", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+
+
+def platform_of(session: nox.Session, matrix: dict[str, Any]) -> str:
+    """The platform tag of the default wheel's host library."""
+    return str(matrix["host_libraries"][matrix["wheels"]["default"]["host_library"]]["platform"])
+
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests and the quick packaging tests; needs no GPU. Arguments go to pytest."""
+    install_locked(session, TOOLS_LOCK)
+    session.install(*test_torch())
+    session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", "not slow", *session.posargs)
+
+
+@nox.session
+def packaging(session: nox.Session) -> None:
+    """The slow packaging tests: real pip, real environments, builds from source. Arguments go to pytest."""
+    install_locked(session, TOOLS_LOCK)
+    session.install(*test_torch())
+    session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow", *session.posargs)
+
+
+@nox.session(name="test-gpu")
+def test_gpu(session: nox.Session) -> None:
+    """Kernel tests against the wheel in dist/, never the source tree; needs a GPU. Arguments go to pytest."""
+    wheel = the_wheel(session)
+    install_locked(session, TOOLS_LOCK)
+    session.install(*test_torch())
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+    # Away from the source tree, so that `import flash_attn` can only find the wheel.
+    session.chdir(session.create_tmp())
+    tests_folder = ROOT / "tests" / "kernels"
+    session.run("pytest", f"--rootdir={tests_folder}", str(tests_folder), *session.posargs, env=clean_environment())
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """ruff, mypy, zizmor, file lengths, and that what is generated is what the tables say; types need a torch."""
+    install_locked(session, TOOLS_LOCK)
+    session.install(*test_torch())
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", "buildtools", "flash_attn", "noxfile.py")
+    session.run("zizmor", "--offline", "--quiet", ".github/workflows")
+    check_lengths(session)
+    check_locks(session)
+
+
+def check_lengths(session: nox.Session) -> None:
+    """Source files are short enough to be read from top to bottom."""
+    suffixes = {".py", ".h", ".cuh", ".cu", ".cpp", ".toml", ".md", ".yml"}
+    too_long = []
+    for path in project_files(session):
+        if path.suffix in suffixes and (lines := path.read_bytes().count(b"\n")) >= MAXIMUM_LINES:
+            too_long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+    if too_long:
+        session.error(f"files of {MAXIMUM_LINES} lines or more, split them: {', '.join(too_long)}")
+
+
+def project_files(session: nox.Session) -> list[Path]:
+    """What git tracks or would track."""
+    listing = session.run(
+        "git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", external=True, silent=True
+    )
+    return [path for name in str(listing).split("\0") if name and (path := ROOT / name).is_file()]
+
+
+# -- the wheel -------------------------------------------------------------------------------------------------------
+
+
+@nox.session(name="build-wheel")
+def build_wheel(session: nox.Session) -> None:
+    """Builds dist/*.whl and dist/index/, installs the wheel from that index and runs it; `-- --container`: in the image.
+
+    The build environment is hash-locked, and the only thing taken from the machine is g++. With `--container` the
+    wheel is built from the sdist by cibuildwheel inside the pinned image, put into dist/container/, and compared with
+    the one in dist/ if there is one.
+    """
+    install_locked(session, BUILD_LOCK)
+    container = "--container" in session.posargs
+    if unknown := [argument for argument in session.posargs if argument != "--container"]:
+        session.error(f"unknown arguments {unknown}; the only one is --container")
+    folder = DIST / "container" if container else DIST
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in [*folder.glob("flash_attn-*.whl"), *DIST.glob("flash_attn-*.tar.gz")]:
+        old.unlink()
+
+    session.run("python", "-m", "build", "--sdist", "--no-isolation", "--outdir", str(DIST), ".")
+    (sdist,) = DIST.glob("flash_attn-*.tar.gz")
+    if container:
+        build_in_container(session, sdist, folder)
+    else:
+        session.run("python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), ".")
+    wheel = the_wheel(session, folder)
+    audit(session, wheel)
+
+    index = folder / "index"
+    session.run("python", "-m", "buildtools.index", "write", str(wheel), str(sdist), "--output", str(index))
+    install_and_run(session, index, wheel)
+
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    session.log(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
+    if container and list(DIST.glob("flash_attn-*.whl")):
+        # Another g++ writes another host library; everything else has to be the same.
+        allowed = [f"--allow={name}" for name in ("libflash_attn.so", "build_info.json", "RECORD")]
+        session.run("python", "-m", "buildtools.compare", str(the_wheel(session)), str(wheel), *allowed)
+
+
+def audit(session: nox.Session, wheel: Path) -> None:
+    """The wheel's platform tag is true: auditwheel agrees with it and has nothing to add or to change."""
+    matrix = nox.project.load_toml(MATRIX)
+    platform = platform_of(session, matrix)
+    session.run("auditwheel", "show", str(wheel))
+    repaired = Path(session.create_tmp()) / "repaired"
+    shutil.rmtree(repaired, ignore_errors=True)
+    # Fails where a symbol is newer than the tag allows. libtorch belongs to the user's torch and is never bundled.
+    command = ["auditwheel", "repair", "--plat", platform, "--only-plat", "--exclude", "libtorch*.so"]
+    session.run(*command, "--wheel-dir", str(repaired), str(wheel))
+    (result,) = repaired.glob("*.whl")
+    if result.name != wheel.name:
+        session.error(f"auditwheel calls {wheel.name} {result.name}: the platform tag is wrong")
+
+
+def install_and_run(session: nox.Session, index: Path, wheel: Path) -> None:
+    """Installs the wheel from its index as a user would, then runs a forward, a backward and doctor."""
+    sys.path.insert(0, str(ROOT))
+    from buildtools.index import serving
+
+    python = str(fresh_environment(session, "user"))
+    environment = clean_environment()
+    session.run(python, "-m", "pip", "install", *test_torch(), env=environment, external=True)
+    report = Path(session.create_tmp()) / "report.json"
+    with serving(index) as url:
+        command = [python, "-m", "pip", "install", "--no-cache-dir", "--report", str(report), "flash-attn"]
+        session.run(*command, "--index-url", f"{url}stable/", env=environment, external=True)
+    installed = {item["metadata"]["name"]: item["download_info"] for item in json.loads(report.read_text())["install"]}
+    if list(installed) != ["flash-attn"] or installed["flash-attn"]["url"] != f"{url}stable/flash-attn/{wheel.name}":
+        session.error(f"pip installed {installed}, and was to install {wheel.name} from {url} and nothing else")
+
+    empty = Path(session.create_tmp()) / "empty"
+    shutil.rmtree(empty, ignore_errors=True)
+    empty.mkdir()
+    session.chdir(empty)
+    session.run(python, str(ROOT / "tests" / "packaging" / "first_use.py"), env=environment, external=True)
+    session.run(python, "-m", "flash_attn", "doctor", env=environment, external=True)
+    session.chdir(ROOT)
+
+
+# -- the container ---------------------------------------------------------------------------------------------------
+
+
+def engine(session: nox.Session) -> str:
+    """docker or podman."""
+    found = os.environ.get("FLASH_ATTN_ENGINE") or next(filter(shutil.which, ("docker", "podman")), None)
+    if found not in ("docker", "podman"):
+        session.error(f"FLASH_ATTN_ENGINE is {found!r}: docker or podman is needed, and cibuildwheel knows no other")
+    return found
+
+
+def build_image(session: nox.Session, base: str, python: str) -> str:
+    """Makes the build image, unless it is there; its tag is a hash of everything that goes into it."""
+    context = ROOT / "docker"
+    inputs = [base, python, (context / "Dockerfile").read_text(), BUILD_LOCK.read_text()]
+    tag = f"flash-attn-build:{hashlib.sha256(json.dumps(inputs).encode()).hexdigest()[:16]}"
+    name = engine(session)
+    if subprocess.run([name, "image", "inspect", tag], capture_output=True, check=False).returncode != 0:
+        more = shlex.split(os.environ.get("FLASH_ATTN_ENGINE_BUILD_ARGS", ""))
+        arguments = [f"--build-arg=BASE_IMAGE={base}", f"--build-arg=PYTHON={python}", f"--tag={tag}"]
+        session.run(name, "build", *arguments, *more, str(context), external=True)
+    return tag
+
+
+def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
+    """Builds the wheel of an sdist by cibuildwheel, inside the build image, into `folder`."""
+    matrix = nox.project.load_toml(MATRIX)
+    platform = platform_of(session, matrix)
+    pins = matrix["images"][platform]
+    image = build_image(session, os.environ.get("FLASH_ATTN_BASE_IMAGE") or pins["image"], pins["python"])
+    create = " ".join(["--env=SOURCE_DATE_EPOCH", os.environ.get("FLASH_ATTN_ENGINE_ARGS", "")]).strip()
+    tag, machine = pins["python"].split("-")[0], platform.split("_", 3)[3]
+    passed = [name for name in ("FLASH_ATTN_HEAD_DIMS", "FLASH_ATTN_KERNELS", "FLASH_ATTN_CUDA_ARCHS", "MAX_JOBS")]
+    environment = {
+        "CIBW_BUILD": f"{tag}-manylinux_{machine}",
+        "CIBW_CONTAINER_ENGINE": f"{engine(session)}; disable_host_mount: true; create_args: {create}",
+        f"CIBW_MANYLINUX_{machine.upper()}_IMAGE": image,
+        "CIBW_BUILD_FRONTEND": "build; args: --no-isolation",
+        "CIBW_ENVIRONMENT_PASS_LINUX": " ".join(passed),
+        # The wheel is not to be changed: the same check as outside follows.
+        "CIBW_REPAIR_WHEEL_COMMAND": "cp {wheel} {dest_dir}",
+    }
+    tools = fresh_environment(session, "cibuildwheel")
+    lock = ["--require-hashes", "--only-binary=:all:", "--requirement", str(TOOLS_LOCK)]
+    session.run(str(tools), "-m", "pip", "install", "--quiet", *lock, external=True)
+    command = [str(tools), "-m", "cibuildwheel", "--platform", "linux", "--output-dir", str(folder), str(sdist)]
+    session.run(*command, env=environment, external=True)
+
+
+# -- figures and pins ------------------------------------------------------------------------------------------------
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The attention benchmark on this machine's GPU, with the wheel in dist/. Arguments go to the benchmark."""
+    wheel = the_wheel(session)
+    session.install("numpy", "matplotlib", *test_torch())
+    session.install("--force-reinstall", "--no-deps", str(wheel))
+    session.chdir(session.create_tmp())
+    script = ROOT / "benchmarks" / "benchmark_flash_attention.py"
+    session.run("python", str(script), *session.posargs, env=clean_environment())
+
+
+@nox.session(name="bench-build")
+def bench_build(session: nox.Session) -> None:
+    """CPU-seconds, peak memory, wheel size and rebuild time of the build. Arguments go to the benchmark."""
+    install_locked(session, BUILD_LOCK)
+    session.run("python", "benchmarks/build_time.py", *session.posargs)
+
+
+@nox.session(name="update-pins")
+def update_pins(session: nox.Session) -> None:
+    """Writes the lock files again, with the newest versions that matrix.toml and pyproject.toml allow; needs PyPI."""
+    session.install("uv")
+    for lock, requirements in lock_inputs().items():
+        source = Path(session.create_tmp()) / f"{lock.stem}.in"
+        source.write_text("\n".join(requirements) + "\n")
+        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--generate-hashes"]
+        command += ["--no-annotate", "--no-header", "--upgrade", f"--output-file={lock}"]
+        session.run(*command, str(source))
+        lock.write_text(lock_header(requirements) + lock.read_text())
+
+
+def lock_inputs() -> dict[Path, list[str]]:
+    """What each lock file has to hold: its path -> requirements."""
+    matrix, project = nox.project.load_toml(MATRIX), nox.project.load_toml(ROOT / "pyproject.toml")
+    kernel_set = matrix["kernel_sets"][matrix["wheels"]["default"]["kernel_set"]]
+    nvrtc = f"{kernel_set['requirement']}=={kernel_set['version']}"
+    build = [*project["build-system"]["requires"], nvrtc, matrix["tools"]["ninja"], *matrix["requirements"]["build"]]
+    return {BUILD_LOCK: sorted(set(build)), TOOLS_LOCK: sorted(matrix["requirements"]["tools"])}
+
+
+def lock_header(requirements: list[str]) -> str:
+    """The first lines of a lock file, by which `lint` sees that what it was made from has changed."""
+    lines = ["# Written by `nox -s update-pins`, from matrix.toml and pyproject.toml, for:"]
+    return "\n".join([*lines, *(f"#     {requirement}" for requirement in requirements)]) + "\n"
+
+
+def check_locks(session: nox.Session) -> None:
+    """The lock files were made for the requirements that the tables name now."""
+    for lock, requirements in lock_inputs().items():
+        if not lock.read_text().startswith(lock_header(requirements)):
+            session.error(f"{lock.relative_to(ROOT)} is not for {requirements}: run `nox -s update-pins`")
