@@ -14,7 +14,7 @@ from .errors import BuildError, SubsetError, nearest
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m buildtools", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    build = commands.add_parser("build", help="compile what has changed, and pack the kernel set")
+    build = commands.add_parser("build", help="compile what has changed: kernel set and host library")
     build.add_argument("--out", type=Path, help="build folder (default: build/)")
     build.add_argument("--quiet", action="store_true", help="no progress")
     build.set_defaults(run=_build)
@@ -46,7 +46,7 @@ def _build(options: argparse.Namespace) -> int:
     from .build import build
 
     result = build(folder=options.out and options.out.absolute(), quiet=options.quiet)
-    print(f"{result.compiled} compiled; {len(result.kernels)} kernels in {result.kernel_set}")
+    print(f"{result.compiled} steps run; {len(result.kernels)} kernels in {result.kernel_set}, for {result.platform}")
     return 0
 
 
@@ -66,7 +66,7 @@ def _compile(options: argparse.Namespace) -> int:
     from .archive import write_atomically
     from .archs import parse_arch
     from .build import ROOT, load_tables
-    from .compile import compile_kernel
+    from .compile import check_resources, compile_kernel
     from .nvrtc import find_nvrtc, load_nvrtc
     from .sources import SourceTree
 
@@ -90,6 +90,7 @@ def _compile(options: argparse.Namespace) -> int:
         )
     for warning in compiled.report.warnings:
         print(f"  {warning}")
+    check_resources([(kernel, compiled.report)])
     return 0
 
 
@@ -125,7 +126,8 @@ def _show(options: argparse.Namespace) -> int:
     for record, image in zip(archive.records, archive.images, strict=True):
         print(
             f"{record.key:32} {record.arch:>6} d{record.head_dim:<4} {record.block_m}x{record.block_n} "
-            f"{record.threads:>4} threads {record.smem_bytes:>7} smem {record.registers:>4} registers {len(image):>8} bytes"
+            f"{record.threads:>4} threads {record.smem_bytes:>7} smem {record.registers:>4} registers "
+            f"{len(image):>8} bytes"
         )
     return 0
 

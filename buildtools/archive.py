@@ -16,6 +16,7 @@ from pathlib import Path
 
 from .errors import ArchiveError
 
+FILE_NAME = "flash_attn.kernels"
 MAGIC = b"FLASHKS\0"
 VERSION = 1
 ALIGNMENT = 64
@@ -52,7 +53,9 @@ class Archive:
 
     @property
     def archs(self) -> list[str]:
-        return sorted({record.arch for record in self.records}, key=lambda arch: (arch.startswith("ptx"), len(arch), arch))
+        return sorted(
+            {record.arch for record in self.records}, key=lambda arch: (arch.startswith("ptx"), len(arch), arch)
+        )
 
 
 def pack(compiler: str, kernels: Iterable[tuple[Record, bytes]]) -> bytes:
@@ -80,7 +83,7 @@ def pack(compiler: str, kernels: Iterable[tuple[Record, bytes]]) -> bytes:
     return b"".join([header, *records, *images])
 
 
-def unpack(data: bytes, name: str = "flash_attn.kernels") -> Archive:
+def unpack(data: bytes, name: str = FILE_NAME) -> Archive:
     """The inverse of `pack`; every offset and name is checked, ArchiveError says what is wrong."""
     if len(data) < _HEADER.size or data[:8] != MAGIC:
         raise ArchiveError(f"{name} is not a kernel set", why=f"it begins with {data[:8]!r} and not {MAGIC!r}")

@@ -65,9 +65,7 @@ def format_archs(archs: Iterable[Arch]) -> str:
     return ";".join(str(arch) for arch in archs)
 
 
-def parse_archs(
-    text: str, *, variable: str, all_archs: Iterable[Arch], native: Callable[[], list[Arch]]
-) -> list[Arch]:
+def parse_archs(text: str, *, variable: str, all_archs: Iterable[Arch], native: Callable[[], list[Arch]]) -> list[Arch]:
     """The archs that `text` names, each once, in the order written.
 
     `all_archs` is what `all` stands for; `native` returns the archs of this machine's GPUs, and raises ArchError if
@@ -81,7 +79,8 @@ def parse_archs(
         base, plus, extra = word.partition("+")
         if plus and extra.lower() != "ptx":
             raise ArchError(
-                f"{variable}={text!r}: +{extra} is not understood in {word!r}", fix=f"accepted forms are {ACCEPTED_FORMS}"
+                f"{variable}={text!r}: +{extra} is not understood in {word!r}",
+                fix=f"accepted forms are {ACCEPTED_FORMS}",
             )
         lower = base.lower()
         if lower == "all":

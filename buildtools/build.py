@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import json
 import os
+import platform as platform_module
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from . import archs as arch_names
 from . import ninja_graph
+from .archive import FILE_NAME, read, write_atomically
 from .archs import Arch
-from .errors import ArchError
+from .errors import ArchError, PlatformError
+from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import job_limit
 from .kernels import Kernel, KernelTable, Row, load_table
-from .matrix import KernelSet, Matrix, load_matrix
+from .matrix import MACHINES, HostLibrary, KernelSet, Matrix, load_matrix
+from .metadata import load_project
 from .nvrtc import FoundNvrtc, find_nvrtc, load_nvrtc
 from .variables import Variables, read_variables
 
@@ -45,6 +50,9 @@ class Result:
 
     folder: Path
     kernel_set: Path
+    host_library: Path
+    info: Path  # build_info.json
+    platform: str  # of the wheel's tag
     compiler: Compiler
     kernels: tuple[Kernel, ...]
     compiled: int
@@ -57,28 +65,76 @@ def build(
     environ: Mapping[str, str] = os.environ,
     quiet: bool = False,
 ) -> Result:
-    """Build the kernel set of the tables in `root`, as the variables in `environ` ask, into `folder`."""
+    """Build kernel set and host library of the tables in `root`, as the variables in `environ` ask, into `folder`."""
     variables = read_variables(environ)
-    table = load_table(root / "kernels.toml")
-    matrix = load_matrix(root / "matrix.toml", table)
+    table, matrix = load_tables(root)
+    project = load_project(root)
     folder = folder or build_folder(root, variables)
     folder.mkdir(parents=True, exist_ok=True)
     notes = list(variables.notes)
+    row = host_row(matrix)
+    host_compiler = find_host_compiler(environ, matrix.tools.minimum_gxx, folder / "gxx.json")
     compiler = find_compiler(folder, environ)
     rows = table.select(variables.kernels, variables.head_dims)
     kernels = table.kernels(rows, choose_archs(table, rows, matrix.default_kernel_set, variables, compiler, notes))
-    graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, None)
+    host = host_edges(root, folder, host_compiler, project.base_version, environ)
+    graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
     limit = job_limit(variables.max_jobs, matrix.tools.job_peak_mib)
     if not quiet:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         print(
-            f"{len(kernels)} kernels with {compiler.name} of {compiler.where}, {limit.jobs} at once ({limit.reason})",
+            f"{len(kernels)} kernels with {compiler.name} of {compiler.where}, host library with {host_compiler.name}; "
+            f"{limit.jobs} at once ({limit.reason})",
             file=sys.stderr,
             flush=True,
         )
     compiled = ninja_graph.run_graph(graph, root, limit.jobs, edge_environment(root, environ, compiler), quiet=quiet)
-    return Result(folder, folder / "flash_attn.kernels", compiler, tuple(kernels), compiled)
+    library = folder / LIBRARY
+    platform, why_not = platform_tag(library, row.platform)
+    if why_not and not quiet:
+        print(f"note: {why_not}; the wheel is tagged {platform}, for machines like this one", file=sys.stderr)
+    info = folder / "build_info.json"
+    text = build_info_text(
+        project.base_version, kernel_set_info(folder / FILE_NAME), host_info(row, host_compiler, platform)
+    )
+    if not info.is_file() or info.read_bytes() != text:
+        write_atomically(info, text)
+    return Result(folder, folder / FILE_NAME, library, info, platform, compiler, tuple(kernels), compiled)
+
+
+def host_row(matrix: Matrix) -> HostLibrary:
+    """The host library that a build on this machine is of: the stable one, for the machine's processor."""
+    machine = platform_module.machine()
+    for wheel in matrix.wheels.values():
+        if wheel.host_library.machine == machine:
+            return wheel.host_library
+    default = next(iter(matrix.wheels.values())).host_library
+    if machine not in MACHINES:
+        raise PlatformError(f"no host library can be built on {machine}", why=f"the machines are {', '.join(MACHINES)}")
+    # No wheel is published for this processor, but its library can be built all the same.
+    return replace(default, machine=machine, platform=default.platform.replace(default.machine, machine))
+
+
+def kernel_set_info(path: Path) -> dict[str, Any]:
+    archive = read(path)
+    return {"compiler": archive.compiler, "archs": archive.archs, "keys": archive.keys, "sha256": archive.sha256}
+
+
+def host_info(row: HostLibrary, compiler: HostCompiler, platform: str) -> dict[str, Any]:
+    return {
+        "kind": row.abi,
+        "torch": row.torch,
+        "platform": platform,
+        "cxx11_abi": row.cxx11_abi,
+        "compiler": compiler.name,
+    }
+
+
+def build_info_text(version: str, kernel_set: dict[str, Any] | None, host: dict[str, Any] | None) -> bytes:
+    """build_info.json: what a wheel holds and what it was made with. No date and no path."""
+    info = {"version": version, "kernel_set": kernel_set, "host": host, "cuda_build": kernel_set is not None}
+    return (json.dumps(info, indent=2) + "\n").encode()
 
 
 def build_folder(root: Path, variables: Variables) -> Path:

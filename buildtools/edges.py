@@ -57,15 +57,19 @@ def compile_job(job: Path) -> None:
 
 
 def pack_job(job: Path) -> None:
-    """Write the kernel set, and resources.json with every kernel's report beside the job file."""
+    """Write the kernel set, and resources.json with every kernel's report, beside the job file.
+
+    ResourceError after resources.json is written, so that `python -m buildtools report` shows what is wrong.
+    """
     data = json.loads(job.read_text(encoding="utf-8"))
-    kernels = []
+    folder = job.parent / "kernels"
+    packed, reports = [], []
     resources: dict[str, Any] = {}
     for name in data["kernels"]:
-        folder = job.parent / "kernels"
         kernel = compile.kernel_from_json(json.loads((folder / f"{name}.job").read_text(encoding="utf-8"))["kernel"])
-        report = json.loads((folder / f"{name}.report").read_text(encoding="utf-8"))
-        main_entry = report["entries"].get(kernel.entry_points[0], {})
+        report_data = json.loads((folder / f"{name}.report").read_text(encoding="utf-8"))
+        report = compile.report_from_json(report_data)
+        described = report.entries.get(kernel.entry_points[0])
         record = archive.Record(
             key=kernel.key,
             arch=str(kernel.arch),
@@ -74,13 +78,15 @@ def pack_job(job: Path) -> None:
             block_n=kernel.tiles["block_n"],
             threads=kernel.threads,
             smem_bytes=kernel.smem_bytes,
-            registers=main_entry.get("registers", 0),
+            registers=described.registers if described else 0,
         )
-        kernels.append((record, (folder / f"{name}.image").read_bytes()))
-        resources[name] = {"smem_bytes": kernel.smem_bytes, "tiles": kernel.tiles, **report}
+        packed.append((record, (folder / f"{name}.image").read_bytes()))
+        reports.append((kernel, report))
+        resources[name] = {"smem_bytes": kernel.smem_bytes, "tiles": kernel.tiles, **report_data}
     text = json.dumps({"compiler": data["compiler"], "kernels": resources}, indent=1)
     archive.write_atomically(job.with_name("resources.json"), text.encode())
-    archive.write_atomically(job.with_name("flash_attn.kernels"), archive.pack(data["compiler"], kernels))
+    compile.check_resources(reports)
+    archive.write_atomically(job.with_name(archive.FILE_NAME), archive.pack(data["compiler"], packed))
 
 
 if __name__ == "__main__":

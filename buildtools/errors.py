@@ -129,18 +129,6 @@ class WheelDifferenceError(BuildError):
     exit_code = 26
 
 
-class WheelDifferenceError(BuildError):
-    """Two wheels that should be equal are not."""
-
-    exit_code = 25
-
-
-class IndexPageError(BuildError):
-    """A package index cannot be written, or a page of it is wrong."""
-
-    exit_code = 26
-
-
 class WheelError(BuildError):
     """A wheel cannot be put together: something that belongs into it is missing."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import fnmatch
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +159,7 @@ class KernelTable:
         raise ArchError(
             f'arch "{arch}" is not in the kernel table',
             why="its shared memory decides the tile constants",
-            fix=f"{nearest(str(arch), map(str, self.archs))}known archs: {names}; a new one is a line of [archs] in kernels.toml",
+            fix=f"{nearest(str(arch), map(str, self.archs))}known archs: {names}; a new one is a line of [archs]",
         )
 
     def kernel(self, row: Row, arch: Arch) -> Kernel:
@@ -244,9 +245,9 @@ def read_toml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise TableError(f"{path.name} cannot be read: {error.strerror}", fix=f"it belongs at {path}") from None
-    try:
+    if sys.version_info >= (3, 11):
         import tomllib
-    except ModuleNotFoundError:  # Python 3.10
+    else:
         import tomli as tomllib
     try:
         return tomllib.loads(text)
@@ -270,7 +271,9 @@ def parse_table(data: Mapping[str, Any], name: str = "kernels.toml") -> KernelTa
     }
     rows: dict[str, Row] = {}
     for index, product in enumerate(expect(data["kernel"], list, f"{name}: kernel")):
-        for row in _parse_product(expect(product, dict, f"{name}: kernel"), f"{name}: kernel[{index}]", archs, families):
+        for row in _parse_product(
+            expect(product, dict, f"{name}: kernel"), f"{name}: kernel[{index}]", archs, families
+        ):
             if row.key in rows:
                 raise TableError(f"{name}: kernel {row.key} is there twice", fix="remove one of its [[kernel]] entries")
             rows[row.key] = row
@@ -342,9 +345,7 @@ def _parse_family(key: str, data: Mapping[str, Any], archs: Mapping[Arch, ArchLi
     if not re.fullmatch(r"[a-z][a-z0-9]*", key):
         raise TableError(f"{where}: a family's name is lower-case letters and digits: it is a part of the kernel's key")
     min_capability = _positive(data["min_capability"], f"{where}.min_capability")
-    named = tuple(
-        arch_name(value, archs, f"{where}.archs") for value in expect(data["archs"], list, f"{where}.archs")
-    )
+    named = tuple(arch_name(value, archs, f"{where}.archs") for value in expect(data["archs"], list, f"{where}.archs"))
     for arch in named:
         if arch.number < min_capability:
             raise TableError(f'{where}.archs: "{arch}" is below min_capability = {min_capability}')
@@ -360,9 +361,7 @@ def _parse_family(key: str, data: Mapping[str, Any], archs: Mapping[Arch, ArchLi
 def _parse_product(
     data: Mapping[str, Any], where: str, archs: Mapping[Arch, ArchLimits], families: Mapping[str, Family]
 ) -> list[Row]:
-    check_keys(
-        data, _KERNEL_KEYS, where=where, required=[key for key in _KERNEL_KEYS if key != "overrides"]
-    )
+    check_keys(data, _KERNEL_KEYS, where=where, required=[key for key in _KERNEL_KEYS if key != "overrides"])
     op = choice_of(data["op"], OPS, f"{where}.op")
     family = families[choice_of(data["family"], families, f"{where}.family")]
     dtypes = _strings(data["dtypes"], f"{where}.dtypes", DTYPES)
@@ -375,7 +374,9 @@ def _parse_product(
     names = sorted(constants | {"head_dim"})
     evaluate(smem, dict.fromkeys(names, 1), where=f"{where}.smem")
     overrides = tuple(
-        _parse_override(expect(item, dict, f"{where}.overrides"), f"{where}.overrides[{index}]", archs, constants, head_dims)
+        _parse_override(
+            expect(item, dict, f"{where}.overrides"), f"{where}.overrides[{index}]", archs, constants, head_dims
+        )
         for index, item in enumerate(expect(data.get("overrides", []), list, f"{where}.overrides"))
     )
     rows = [
@@ -397,7 +398,9 @@ def _parse_product(
     ]
     for row in rows:
         if len(row.key) > _MAX_KEY:
-            raise TableError(f"{where}: key {row.key} has {len(row.key)} characters", why=f"the archive holds {_MAX_KEY}")
+            raise TableError(
+                f"{where}: key {row.key} has {len(row.key)} characters", why=f"the archive holds {_MAX_KEY}"
+            )
     return rows
 
 
@@ -447,7 +450,9 @@ def _parse_override(
         dtypes=_strings(data["dtypes"], f"{where}.dtypes", DTYPES) if "dtypes" in data else None,
         head_dims=chosen,
         masks=_strings(data["masks"], f"{where}.masks", MASKS) if "masks" in data else None,
-        archs=tuple(arch_name(value, archs, f"{where}.archs") for value in expect(data["archs"], list, f"{where}.archs"))
+        archs=tuple(
+            arch_name(value, archs, f"{where}.archs") for value in expect(data["archs"], list, f"{where}.archs")
+        )
         if "archs" in data
         else None,
         tiles=tuple((key, _constant(key, value, f"{where}.tiles")) for key, value in tiles.items()),
@@ -458,7 +463,7 @@ def _parse_override(
 def _typo(key: str, there: Iterable[str]) -> str:
     """` (is "blok_m" meant to be it?)` if something like the missing `key` is there."""
     like = nearest(key, [name for name in there if name not in REQUIRED_TILES])
-    return f" (is {like[len('did you mean '):-2]} meant to be it?)" if like else ""
+    return f" (is {like[len('did you mean ') : -2]} meant to be it?)" if like else ""
 
 
 def _constant(key: str, value: Any, where: str) -> int:

@@ -12,6 +12,7 @@ from .archs import Arch, parse_arch
 from .errors import ArchError, TableError
 from .kernels import KernelTable, arch_name, check_keys, choice_of, expect, read_toml
 
+MACHINES = ("x86_64", "aarch64")
 _TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "tools", "images", "requirements")
 _KERNEL_SET_KEYS = ("requirement", "version", "archs")
 _HOST_KEYS = ("abi", "torch", "cxx11_abi", "machine", "platform")
@@ -164,7 +165,7 @@ def _host_library(key: str, data: Mapping[str, Any], name: str) -> HostLibrary:
         abi=choice_of(data["abi"], ("stable", "torch"), f"{where}.abi"),
         torch=torch,
         cxx11_abi=expect(data["cxx11_abi"], bool, f"{where}.cxx11_abi"),
-        machine=choice_of(data["machine"], ("x86_64", "aarch64"), f"{where}.machine"),
+        machine=choice_of(data["machine"], MACHINES, f"{where}.machine"),
         platform=expect(data["platform"], str, f"{where}.platform"),
     )
 

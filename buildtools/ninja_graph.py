@@ -67,7 +67,7 @@ def write_graph(
         write_if_changed(folder / "pack.job", json.dumps(pack, indent=1, sort_keys=True))
         results = [f"{where}/kernels/{kernel.name}.{kind}" for kernel in kernels for kind in ("image", "report")]
         ninja.build(
-            [f"{where}/flash_attn.kernels", f"{where}/resources.json"], "pack", f"{where}/pack.job", implicit=results
+            [f"{where}/{archive.FILE_NAME}", f"{where}/resources.json"], "pack", f"{where}/pack.job", implicit=results
         )
     if host is not None:
         for rule, settings in host.rules.items():

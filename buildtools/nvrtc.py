@@ -11,7 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,9 +65,7 @@ class Nvrtc:
         self._check(self._library.nvrtcGetSupportedArchs(values), "nvrtcGetSupportedArchs")
         return list(values)
 
-    def compile(
-        self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str]
-    ) -> tuple[bytes, str]:
+    def compile(self, name: str, source: str, headers: Mapping[str, str], options: Sequence[str]) -> tuple[bytes, str]:
         """(cubin, log), or (PTX text with its NUL, log) where the options name a virtual architecture.
 
         `headers` are what `source` may include, by the name it uses. KernelCompileError carries the compiler's log.
@@ -106,8 +104,8 @@ class Nvrtc:
         return str(self._library.nvrtcGetErrorString(status).decode())
 
 
-def _strings(values: Mapping[str, str] | Sequence[str] | object) -> ctypes.Array[ctypes.c_char_p]:
-    items = [str(value).encode() for value in values]  # type: ignore[attr-defined]
+def _strings(values: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    items = [value.encode() for value in values]
     return (ctypes.c_char_p * len(items))(*items)
 
 
@@ -224,8 +222,7 @@ def load_nvrtc(found: FoundNvrtc) -> Nvrtc:
         raise NvrtcNotFoundError(f"{found.path} does not work: {error.what}", fix=_HOW_TO_GET) from None
     if version < MINIMUM_VERSION:
         raise NvrtcNotFoundError(
-            f"NVRTC {version[0]}.{version[1]} of {found.where} is older than "
-            f"{MINIMUM_VERSION[0]}.{MINIMUM_VERSION[1]}",
+            f"NVRTC {version[0]}.{version[1]} of {found.where} is older than {MINIMUM_VERSION[0]}.{MINIMUM_VERSION[1]}",
             fix=_HOW_TO_GET,
         )
     return library

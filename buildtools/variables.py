@@ -59,10 +59,16 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     """`environ` parsed; VariableError names the variable, its value and what is accepted. Empty means not set."""
     notes = []
     for name in sorted(environ):
-        if name.startswith("FLASH_ATTN_") and name not in KNOWN and not name.startswith(("FLASH_ATTN_TEST_", "FLASH_ATTN_CI_")):
+        if (
+            name.startswith("FLASH_ATTN_")
+            and name not in KNOWN
+            and not name.startswith(("FLASH_ATTN_TEST_", "FLASH_ATTN_CI_"))
+        ):
             notes.append(f"{name} is no variable of flash_attn and has no effect; {nearest(name, KNOWN)}".rstrip("; "))
     if environ.get("NVCC_THREADS"):
-        notes.append("NVCC_THREADS has no effect: kernels are compiled by NVRTC, one thread each; MAX_JOBS limits the jobs")
+        notes.append(
+            "NVCC_THREADS has no effect: kernels are compiled by NVRTC, one thread each; MAX_JOBS limits the jobs"
+        )
     archs_from = next((name for name in ("FLASH_ATTN_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST") if environ.get(name)), "")
     return Variables(
         force_build=_boolean(environ, "FORCE_BUILD") or False,
@@ -117,7 +123,9 @@ def _integers(environ: Mapping[str, str], name: str) -> tuple[int, ...] | None:
         return None
     for item in items:
         if not item.isascii() or not item.isdigit() or int(item) == 0:
-            raise VariableError(f"{name}={environ[name]}: {item!r} is not a positive integer", fix=f"such as {name}=64,128")
+            raise VariableError(
+                f"{name}={environ[name]}: {item!r} is not a positive integer", fix=f"such as {name}=64,128"
+            )
     return tuple(int(item) for item in items)
 
 

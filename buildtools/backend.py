@@ -1,0 +1,156 @@
+"""The PEP 517 and PEP 660 hooks. They need the standard library only, never torch, and metadata needs no compiler."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import BuildError, NvrtcNotFoundError, PlatformError
+from .metadata import Project, load_project
+from .variables import Variables, read_variables
+
+_ROOT = Path(__file__).resolve().parent.parent
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+_Settings = dict[str, Any] | None
+
+
+def _reported(hook: _Hook) -> _Hook:
+    """A BuildError ends the hook's process with its text and exit code, not with a traceback."""
+
+    @functools.wraps(hook)
+    def wrapper(*arguments: Any, **options: Any) -> Any:
+        try:
+            return hook(*arguments, **options)
+        except BuildError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(error.exit_code) from None
+
+    return wrapper  # type: ignore[return-value]
+
+
+@_reported
+def get_requires_for_build_sdist(config_settings: _Settings = None) -> list[str]:
+    return []
+
+
+@_reported
+def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
+    """ninja, and the pinned NVRTC where none is found. Never torch."""
+    variables = read_variables(os.environ)
+    if variables.skip_cuda_build:
+        return []
+    _check_platform()
+    from .build import load_tables
+    from .nvrtc import find_nvrtc, load_nvrtc
+
+    _, matrix = load_tables(_ROOT)
+    requirements = [matrix.tools.ninja]
+    try:
+        load_nvrtc(find_nvrtc(os.environ, sys.path))
+    except NvrtcNotFoundError:
+        if variables.nvrtc:
+            raise
+        requirements.append(matrix.default_kernel_set.pin)
+    return requirements
+
+
+get_requires_for_build_editable = get_requires_for_build_wheel
+
+
+@_reported
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: _Settings = None) -> str:
+    """The dist-info folder, from pyproject.toml alone: on any system, with nothing installed."""
+    from .wheel import dist_info
+
+    project = _project(read_variables(os.environ))
+    for name, data in dist_info(project, "py3-none-any").items():
+        if not name.endswith("/WHEEL"):  # the tag is known when the library is built
+            path = Path(metadata_directory, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    return f"{project.file_name}.dist-info"
+
+
+prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
+
+
+@_reported
+def build_wheel(wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None) -> str:
+    """Compile what is not compiled yet, and write the wheel."""
+    from .wheel import package_files, runtime_files, source_date_epoch, write_wheel
+
+    epoch = source_date_epoch(os.environ)
+    variables = read_variables(os.environ)
+    project = _project(variables)
+    tag, built = _built_files(project, variables)
+    files = {**package_files(project.root), **runtime_files(project), **built}
+    return write_wheel(Path(wheel_directory), project, tag, files, epoch)
+
+
+@_reported
+def build_editable(
+    wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
+) -> str:
+    """Compile, put the results into the source tree's package, and write a wheel that points there."""
+    from .archive import write_atomically
+    from .wheel import GENERATED, source_date_epoch, write_wheel
+
+    variables = read_variables(os.environ)
+    project = _project(variables)
+    tag, built = _built_files(project, variables)
+    package = project.root / "flash_attn"
+    for name in GENERATED:  # an earlier build's may be of another kind
+        (package / name).unlink(missing_ok=True)
+    for name, data in built.items():
+        write_atomically(project.root / name, data)
+    runtime = package / "_buildtools"
+    if runtime.is_dir() and not runtime.is_symlink():
+        shutil.rmtree(runtime)
+    runtime.unlink(missing_ok=True)
+    runtime.symlink_to(Path("..", "buildtools"))
+    pointer = {"__editable__.flash_attn.pth": f"{project.root}\n".encode()}
+    return write_wheel(Path(wheel_directory), project, tag, pointer, source_date_epoch(os.environ))
+
+
+@_reported
+def build_sdist(sdist_directory: str, config_settings: _Settings = None) -> str:
+    from .wheel import source_date_epoch, write_sdist
+
+    # Without a label: an sdist is what wheels of any label are built from.
+    return write_sdist(Path(sdist_directory), load_project(_ROOT), source_date_epoch(os.environ))
+
+
+def _project(variables: Variables) -> Project:
+    return load_project(_ROOT, variables.local_version)
+
+
+def _built_files(project: Project, variables: Variables) -> tuple[str, dict[str, bytes]]:
+    """(the wheel's tag, {name in the wheel: contents}) of what is compiled."""
+    from .build import build_info_text
+
+    if variables.skip_cuda_build:
+        print("SKIP_CUDA_BUILD: this wheel has no kernels; only CPU tensors will work", file=sys.stderr)
+        return "py3-none-any", {"flash_attn/build_info.json": build_info_text(project.base_version, None, None)}
+    _check_platform()
+    from .build import build
+
+    result = build(project.root)
+    files = {
+        f"flash_attn/{path.name}": path.read_bytes() for path in (result.kernel_set, result.host_library, result.info)
+    }
+    return f"py3-none-{result.platform}", files
+
+
+def _check_platform() -> None:
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        raise PlatformError(
+            f"flash_attn cannot be compiled on {sys.platform} {platform.machine()}",
+            why="its host library is for Linux on x86_64 or aarch64",
+            fix="set SKIP_CUDA_BUILD=1 for a package that runs CPU tensors only",
+        )
