@@ -83,6 +83,7 @@ def platform_of(session: nox.Session, matrix: dict[str, Any]) -> str:
 def tests(session: nox.Session) -> None:
     """Unit tests and the quick packaging tests; needs no GPU. Arguments go to pytest."""
     install_locked(session, TOOLS_LOCK)
+    install_locked(session, BUILD_LOCK)
     session.install(*test_torch())
     session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", "not slow", *session.posargs)
 
@@ -145,7 +146,7 @@ def project_files(session: nox.Session) -> list[Path]:
 
 @nox.session(name="build-wheel")
 def build_wheel(session: nox.Session) -> None:
-    """Builds dist/*.whl and dist/index/, installs the wheel from that index and runs it; `-- --container`: in the image.
+    """Builds the wheel and its index into dist/, installs it from there and runs it; `-- --container`: in the image.
 
     The build environment is hash-locked, and the only thing taken from the machine is g++. With `--container` the
     wheel is built from the sdist by cibuildwheel inside the pinned image, put into dist/container/, and compared with
@@ -253,7 +254,7 @@ def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
     image = build_image(session, os.environ.get("FLASH_ATTN_BASE_IMAGE") or pins["image"], pins["python"])
     create = " ".join(["--env=SOURCE_DATE_EPOCH", os.environ.get("FLASH_ATTN_ENGINE_ARGS", "")]).strip()
     tag, machine = pins["python"].split("-")[0], platform.split("_", 3)[3]
-    passed = [name for name in ("FLASH_ATTN_HEAD_DIMS", "FLASH_ATTN_KERNELS", "FLASH_ATTN_CUDA_ARCHS", "MAX_JOBS")]
+    passed = ("FLASH_ATTN_HEAD_DIMS", "FLASH_ATTN_KERNELS", "FLASH_ATTN_CUDA_ARCHS", "MAX_JOBS")
     environment = {
         "CIBW_BUILD": f"{tag}-manylinux_{machine}",
         "CIBW_CONTAINER_ENGINE": f"{engine(session)}; disable_host_mount: true; create_args: {create}",
@@ -300,6 +301,8 @@ def update_pins(session: nox.Session) -> None:
         source.write_text("\n".join(requirements) + "\n")
         command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--generate-hashes"]
         command += ["--no-annotate", "--no-header", "--upgrade", f"--output-file={lock}"]
+        if lock != BUILD_LOCK:  # one environment may hold both
+            command += [f"--constraint={BUILD_LOCK}"]
         session.run(*command, str(source))
         lock.write_text(lock_header(requirements) + lock.read_text())
 

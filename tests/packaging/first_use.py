@@ -40,18 +40,20 @@ def main() -> int:
     device, dtype, bound = ("cuda", torch.bfloat16, 0.03) if on_gpu else ("cpu", torch.float32, 1e-5)
     torch.manual_seed(0)
     shape = (2, 193, 4, 64)
-    inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
+    q, k, v = inputs = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
     gradient = torch.randn(shape, device=device, dtype=dtype)
     exact_inputs = [tensor.detach().double().requires_grad_() for tensor in inputs]
 
-    output = flash_attn.flash_attn_func(*inputs, causal=True)
-    output.backward(gradient)
+    output = flash_attn.flash_attn_func(q, k, v, causal=True)
+    assert isinstance(output, torch.Tensor)  # and no tuple: no log-sum-exp was asked for
+    torch.autograd.backward(output, gradient)
     exact = attention(*exact_inputs)
-    exact.backward(gradient.double())
+    torch.autograd.backward(exact, gradient.double())
     pairs = [(output, exact), *((t.grad, e.grad) for t, e in zip(inputs, exact_inputs, strict=True))]
     errors = []
     for found, expected in pairs:
-        assert found is not None and expected is not None
+        assert found is not None
+        assert expected is not None
         errors.append((found.double() - expected).abs().max().item())
     text = ", ".join(f"{name} {error:.1e}" for name, error in zip(("out", "dq", "dk", "dv"), errors, strict=True))
     print(f"flash_attn {flash_attn.__version__}, torch {torch.__version__}, {device}: largest errors {text}")

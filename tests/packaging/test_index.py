@@ -114,9 +114,11 @@ def test_the_server_answers_with_what_the_client_prefers(tmp_path: Path) -> None
     with serving(tmp_path / "index/stable") as url:
         for path in ("", "attention-probe/"):
             kind, body = get(url + path, f"{JSON_TYPE}, text/html;q=0.1")
-            assert kind == JSON_TYPE and json.loads(body)["meta"]["api-version"] == "1.1"
+            assert kind == JSON_TYPE
+            assert json.loads(body)["meta"]["api-version"] == "1.1"
             kind, body = get(url + path, f"{HTML_TYPE}, text/html;q=0.1")
-            assert kind == HTML_TYPE and body.startswith(b"<!DOCTYPE html>")
+            assert kind == HTML_TYPE
+            assert body.startswith(b"<!DOCTYPE html>")
             assert get(url + path, "*/*")[0] == "text/html"
 
 
