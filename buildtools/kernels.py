@@ -472,7 +472,12 @@ def _constant(key: str, value: Any, where: str) -> int:
             f'{where}: "{key}" cannot be a tile constant',
             why=f"it becomes the macro FA_{key.upper()}; {', '.join(_RESERVED_MACROS)} are set by the builder",
         )
-    number = _positive(value, f"{where}.{key}")
+    if key in REQUIRED_TILES:
+        number = _positive(value, f"{where}.{key}")
+    else:  # a switch may be 0
+        number = int(expect(value, int, f"{where}.{key}"))
+        if number < 0:
+            raise TableError(f"{where}.{key} = {number} is negative")
     if key == "warps" and number > 32:
         raise TableError(f"{where}.warps = {number}", why="a block has at most 1,024 threads, 32 warps")
     return number
