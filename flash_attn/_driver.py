@@ -1,4 +1,4 @@
-"""What the NVIDIA driver says of itself and of its GPUs, asked through ctypes: no context is made, torch takes no part."""
+"""What the NVIDIA driver says of itself and of its GPUs, through ctypes: no context is made, no torch needed."""
 
 from __future__ import annotations
 

@@ -57,8 +57,9 @@ def _attention(
     return out
 
 
-_LIB.impl("fwd", reference.attention_forward, "CPU")
-_LIB.impl("bwd", reference.attention_backward, "CPU")
+# Inside torch.autocast the reference's own matrix products would be cast down.
+_LIB.impl("fwd", torch.autocast("cpu", enabled=False)(reference.attention_forward), "CPU")
+_LIB.impl("bwd", torch.autocast("cpu", enabled=False)(reference.attention_backward), "CPU")
 _LIB.impl("attention", _attention, "CPU")
 _LIB.impl("attention", _attention, "CUDA")
 if HOST_LIBRARY.failure is not None:

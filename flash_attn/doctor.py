@@ -142,7 +142,7 @@ def diagnose(facts: Facts) -> tuple[list[str], list[str]]:
     _diagnose_torch(facts, clashes)
     _diagnose_driver(facts, clashes, notes)
     if has_cuda and facts.library_problem is None:
-        for gpu, (answer, reason) in zip(facts.driver.gpus, facts.gpu_answers):
+        for gpu, (answer, reason) in zip(facts.driver.gpus, facts.gpu_answers, strict=True):
             if not answer:
                 clashes.append(f"GPU {gpu.index} ({gpu.name}) cannot be used: {reason}")
     return clashes, notes
@@ -235,7 +235,7 @@ def render(facts: Facts, clashes: list[str], notes: list[str]) -> str:
         ("torch", _torch_line(facts.torch)),
         ("driver", _driver_line(facts.driver)),
     ]
-    for gpu, (answer, reason) in zip(facts.driver.gpus, facts.gpu_answers):
+    for gpu, (answer, reason) in zip(facts.driver.gpus, facts.gpu_answers, strict=True):
         capability = _dotted(gpu.capability)
         memory = f"{gpu.memory_bytes / 2**30:.0f} GiB"
         answer_text = f"supported: {reason}" if answer else "not supported"
