@@ -18,7 +18,7 @@ from . import archs as arch_names
 from . import ninja_graph
 from .archive import FILE_NAME, read, write_atomically
 from .archs import Arch
-from .errors import ArchError, PlatformError
+from .errors import ArchError, BuildError, PlatformError
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import job_limit
 from .kernels import Kernel, KernelTable, Row, load_table
@@ -70,7 +70,7 @@ def build(
     table, matrix = load_tables(root)
     project = load_project(root)
     folder = folder or build_folder(root, variables)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_build_folder(folder)
     notes = list(variables.notes)
     row = host_row(matrix)
     host_compiler = find_host_compiler(environ, matrix.tools.minimum_gxx, folder / "gxx.json")
@@ -140,6 +140,20 @@ def build_info_text(version: str, kernel_set: dict[str, Any] | None, host: dict[
 def build_folder(root: Path, variables: Variables) -> Path:
     """FLASH_ATTN_BUILD_DIR, or build/ beside the tables."""
     return Path(variables.build_dir).absolute() if variables.build_dir else root / "build"
+
+
+def make_build_folder(folder: Path) -> None:
+    """Make `folder`; BuildError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK) else "no permission"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    if reason:
+        raise BuildError(
+            f"the build folder {folder} cannot be written: {reason}",
+            fix="set FLASH_ATTN_BUILD_DIR to a folder that can",
+        )
 
 
 def edge_environment(root: Path, environ: Mapping[str, str], compiler: Compiler) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from .elf import Needs, read_needs
 from .errors import HostCompilerError, SourceError
+from .matrix import POLICIES
 from .ninja_graph import HostEdges, relative, write_if_changed
 
 LIBRARY = "libflash_attn.so"
@@ -27,15 +28,13 @@ COMPILE_FLAGS = (
 LINK_FLAGS = (f"-Wl,-soname,{LIBRARY}", "-Wl,--build-id=none", "-Wl,-z,now", "-Wl,-z,relro")
 
 _PROBE = """\
-#include <memory>
 #include <stdexcept>
 #include <string_view>
-static_assert(__cplusplus >= 201703L && sizeof(void*) == 8 && std::is_same_v<int, int>);
+static_assert(__cplusplus >= 201703L && sizeof(void*) == 8);
+inline constexpr std::string_view empty = "";
 extern "C" int probe(std::string_view x) { if (x.empty()) throw std::runtime_error("x"); return int(x.size()); }
 """
 
-# The newest symbol versions that a manylinux tag promises to do with, beside GLIBC, which the tag itself names.
-_PROMISED = {"manylinux_2_28": {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}}
 _PLATFORM_LIBRARIES = re.compile(
     r"lib(stdc\+\+\.so\.6|gcc_s\.so\.1|m\.so\.6|c\.so\.6|dl\.so\.2|rt\.so\.1|pthread\.so\.0)|ld-linux-.*"
 )
@@ -166,7 +165,7 @@ def platform_tag(library: Path, promised: str) -> tuple[str, str]:
 
 def broken_promises(needs: Needs, policy: str) -> list[str]:
     """What `needs` asks for beyond the manylinux `policy`."""
-    limits: dict[str, tuple[int, ...]] = {"GLIBC": _numbers(policy), **_PROMISED[policy]}
+    limits: dict[str, tuple[int, ...]] = {"GLIBC": _numbers(policy), **POLICIES[policy]}
     broken = [
         name for name in needs.libraries if name not in _TORCH_LIBRARIES and not _PLATFORM_LIBRARIES.fullmatch(name)
     ]

@@ -277,6 +277,8 @@ def parse_table(data: Mapping[str, Any], name: str = "kernels.toml") -> KernelTa
             if row.key in rows:
                 raise TableError(f"{name}: kernel {row.key} is there twice", fix="remove one of its [[kernel]] entries")
             rows[row.key] = row
+    if not rows:
+        raise TableError(f"{name}: kernel is empty", why="there is nothing to compile")
     table = KernelTable(archs, families, tuple(rows[key] for key in sorted(rows)))
     for row in table.rows:  # every arch of a complete set must fit, whatever subset is being built
         for arch in families[row.family].archs:

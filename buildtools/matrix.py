@@ -13,6 +13,8 @@ from .errors import ArchError, TableError
 from .kernels import KernelTable, arch_name, check_keys, choice_of, expect, read_toml
 
 MACHINES = ("x86_64", "aarch64")
+# The newest symbol versions that a manylinux policy allows, beside GLIBC, which its name says.
+POLICIES = {"manylinux_2_28": {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}}
 _TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "tools", "images", "requirements")
 _KERNEL_SET_KEYS = ("requirement", "version", "archs")
 _HOST_KEYS = ("abi", "torch", "cxx11_abi", "machine", "platform")
@@ -160,13 +162,15 @@ def _host_library(key: str, data: Mapping[str, Any], name: str) -> HostLibrary:
     torch = expect(data["torch"], str, f"{where}.torch")
     if not re.fullmatch(r"(>=|==)[0-9]+\.[0-9]+(\.[0-9*]+)?(,(<|<=|!=)[0-9.]+)*", torch):
         raise TableError(f'{where}.torch = "{torch}" is not understood', fix='write ">=2.10" or "==2.6.*"')
+    machine = choice_of(data["machine"], MACHINES, f"{where}.machine")
+    platforms = [f"{policy}_{machine}" for policy in POLICIES]
     return HostLibrary(
         name=key,
         abi=choice_of(data["abi"], ("stable", "torch"), f"{where}.abi"),
         torch=torch,
         cxx11_abi=expect(data["cxx11_abi"], bool, f"{where}.cxx11_abi"),
-        machine=choice_of(data["machine"], MACHINES, f"{where}.machine"),
-        platform=expect(data["platform"], str, f"{where}.platform"),
+        machine=machine,
+        platform=choice_of(data["platform"], platforms, f"{where}.platform"),
     )
 
 
