@@ -88,18 +88,6 @@ const Constants& constants() {
   return values;
 }
 
-// Temporary copies are no part of anybody's autograd graph.
-class NoGrad {
- public:
-  NoGrad() : was_enabled_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
-  ~NoGrad() { aoti_torch_grad_mode_set_enabled(was_enabled_); }
-  NoGrad(const NoGrad&) = delete;
-  NoGrad& operator=(const NoGrad&) = delete;
-
- private:
-  bool was_enabled_;
-};
-
 // What the launch needs to know of a tensor argument.
 struct Argument {
   const char* name;
@@ -256,7 +244,7 @@ class Input {
   Input(const Argument& argument, const Problem& problem) {
     if (__builtin_expect(readable_as_is(argument, problem), 1)) {
       data_ = argument.data;
-      strides_ = Strides{argument.strides[0], argument.strides[1], argument.strides[2]};
+      strides_ = Strides{stride_of(argument, 0), stride_of(argument, 1), stride_of(argument, 2)};
       return;
     }
     copy(argument, problem);
@@ -265,8 +253,10 @@ class Input {
   Strides strides() const { return strides_; }
 
  private:
+  // A dimension of size 1 may have any stride in torch, aligned or not.
+  static int64_t stride_of(const Argument& argument, int i) { return argument.sizes[i] > 1 ? argument.strides[i] : 0; }
+
   __attribute__((noinline, cold)) void copy(const Argument& argument, const Problem& problem) {
-    const NoGrad no_grad;
     const int64_t columns_used = problem.head_dim, columns_all = problem.padded_head_dim;
     const int64_t sizes[4] = {argument.sizes[0], argument.sizes[1], argument.sizes[2], columns_all};
     copy_ = empty(sizes, 4, argument.dtype, argument.device);
@@ -301,7 +291,6 @@ class Output {
   // Called after the launch.
   Tensor take() {
     if (__builtin_expect(head_dim_ == sizes_[3], 1)) return static_cast<Tensor&&>(tensor_);
-    const NoGrad no_grad;
     const int64_t sizes[4] = {sizes_[0], sizes_[1], sizes_[2], head_dim_};
     Tensor result = empty(sizes, 4, dtype_, device_);
     const Tensor used = columns(tensor_, sizes_, 0, head_dim_);
@@ -379,7 +368,6 @@ void fwd(StableIValue* stack, uint64_t, uint64_t) {
 
 // lse as the kernels read it: contiguous fp32.
 Tensor contiguous_lse(const Argument& lse, const Problem& problem) {
-  const NoGrad no_grad;
   const int64_t sizes[3] = {problem.batch, problem.heads, problem.seqlen_q};
   Tensor copy = empty(sizes, 3, constants().fp32, problem.device);
   check_torch(aoti_torch_copy_(copy.get(), lse.handle, 1), "copy a tensor");

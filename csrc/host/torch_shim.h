@@ -47,9 +47,6 @@ AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int
 AOTITorchError aoti_torch_zero_(AtenTensorHandle self);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 
-bool aoti_torch_grad_mode_is_enabled();
-void aoti_torch_grad_mode_set_enabled(bool enabled);
-
 // Constants.
 int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_dtype_float16();

@@ -4,7 +4,7 @@
 //   FAKE_CUDA_DEVICES  "9.0:232448:NVIDIA H200;8.9:101376:RTX" capability, shared memory of a block, name; ";" between
 //   FAKE_CUDA_LOG      file to append to
 //   FAKE_CUDA_FAIL     "cuLaunchKernel=700": the function returns that error
-//   FAKE_CUDA_REFUSE   an arch whose images hold no code for the GPU
+//   FAKE_CUDA_REFUSE   "86,80": archs whose images hold no code for the GPU
 //   FAKE_CUDA_CAPTURE  1: a stream is being captured, loading is refused in any but the relaxed mode
 //   FAKE_CUDA_THREADS, FAKE_CUDA_STATIC_SMEM  attributes of every function
 //   FAKE_CUDA_COMPUTE  1: a launch computes
@@ -373,7 +373,7 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* op
   log("load key=%s arch=%s device=%d mode=%d", key, arch, device_of(context), capture_mode);
   if (context == nullptr) return kInvalidContext;
   if (env("FAKE_CUDA_CAPTURE") == "1" && capture_mode != 2) return kCaptureUnsupported;
-  if (env("FAKE_CUDA_REFUSE") == arch) return kNoBinary;
+  if (("," + env("FAKE_CUDA_REFUSE") + ",").find("," + std::string(arch) + ",") != std::string::npos) return kNoBinary;
   if (const int told = failure("cuModuleLoadDataEx")) {
     for (unsigned i = 0; i + 1 < count; ++i) {
       if (options[i] == 5) snprintf(static_cast<char*>(values[i]), reinterpret_cast<size_t>(values[i + 1]), "ptxas says no");

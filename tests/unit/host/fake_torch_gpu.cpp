@@ -2,11 +2,13 @@
 // itself runs: its operators are registered for CPU tensors, and the fake driver computes on their memory.
 //
 // Everything else goes to the real libtorch. FAKE_TORCH_FAIL names a function that fails as torch does: error code 1.
+// fake_torch_live() counts the tensors made by the library, and not freed by it, since fake_torch_forget().
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <set>
 
 #include "host/torch_shim.h"
 
@@ -25,9 +27,18 @@ bool told_to_fail(const char* name) {
   return told != nullptr && strcmp(told, name) == 0;
 }
 
+std::set<AtenTensorHandle>& live() {
+  static std::set<AtenTensorHandle> handles;
+  return handles;
+}
+
 }  // namespace
 
 extern "C" {
+
+// torch frees what it was given back by itself, and may use the address again: call this before each operator.
+void fake_torch_forget() { live().clear(); }
+int fake_torch_live() { return static_cast<int>(live().size()); }
 
 AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file, uint32_t line,
                                             TorchLibraryHandle* ret_new_torch_lib) {
@@ -48,8 +59,29 @@ AOTITorchError aoti_torch_get_device_index(AtenTensorHandle, int32_t* ret_device
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr, int32_t dtype,
                                         int32_t device_type, int32_t, AtenTensorHandle* ret_new_tensor) {
   if (told_to_fail("aoti_torch_empty_strided")) return 1;
-  return real<decltype(&aoti_torch_empty_strided)>("aoti_torch_empty_strided")(ndim, sizes_ptr, strides_ptr, dtype,
-                                                                               device_type, -1, ret_new_tensor);
+  const AOTITorchError error = real<decltype(&aoti_torch_empty_strided)>("aoti_torch_empty_strided")(
+      ndim, sizes_ptr, strides_ptr, dtype, device_type, -1, ret_new_tensor);
+  if (error == 0) live().insert(*ret_new_tensor);
+  return error;
+}
+
+AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ndim, const int64_t* sizes_ptr,
+                                              const int64_t* strides_ptr, int64_t storage_offset,
+                                              AtenTensorHandle* ret_new_tensor) {
+  const AOTITorchError error = real<decltype(&aoti_torch__reinterpret_tensor)>("aoti_torch__reinterpret_tensor")(
+      self, ndim, sizes_ptr, strides_ptr, storage_offset, ret_new_tensor);
+  if (error == 0) live().insert(*ret_new_tensor);
+  return error;
+}
+
+AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking) {
+  if (told_to_fail("aoti_torch_copy_")) return 1;
+  return real<decltype(&aoti_torch_copy_)>("aoti_torch_copy_")(self, src, non_blocking);
+}
+
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
+  live().erase(tensor);
+  return real<decltype(&aoti_torch_delete_tensor_object)>("aoti_torch_delete_tensor_object")(tensor);
 }
 
 AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream) {

@@ -105,6 +105,17 @@ std::string answer(const std::string& line) {
       setenv(rest.substr(0, equals).c_str(), rest.substr(equals + 1).c_str(), 1);
       return "ok";
     }
+    if (command == "move") {
+      const size_t middle = rest.find(' ');
+      return rename(rest.substr(0, middle).c_str(), rest.substr(middle + 1).c_str()) == 0 ? "ok" : "error rename";
+    }
+    if (command == "mode") {  // the thread's stream capture mode, left as it is
+      int now = 0;
+      fa::driver().cuThreadExchangeStreamCaptureMode(&now);
+      snprintf(text, sizeof(text), "ok %d", now);
+      fa::driver().cuThreadExchangeStreamCaptureMode(&now);
+      return text;
+    }
     if (command == "push") {
       fa::CUcontext context = nullptr;
       fa::driver().cuDevicePrimaryCtxRetain(&context, atoi(rest.c_str()));

@@ -1,0 +1,187 @@
+"""What the tests of the host library share: building it as the package build does, and a machine without a GPU.
+
+``host/fake_cuda.cpp`` stands in for the driver and ``host/fake_torch_gpu.cpp`` for a torch with CUDA; both act on real
+calls of the real library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buildtools import archive
+from buildtools.host import COMPILE_FLAGS, HostCompiler, host_edges
+
+ROOT = Path(__file__).resolve().parents[2]
+HELPERS = Path(__file__).resolve().parent / "host"
+VERSION = "2.9.0"
+GXX = HostCompiler(("g++",), "g++")
+
+# Devices for FAKE_CUDA_DEVICES: capability, shared memory of a block, name.
+H200 = "9.0:232448:NVIDIA H200"
+RTX4090 = "8.9:101376:NVIDIA GeForce RTX 4090"
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder for what the tests build once; it goes when Python ends."""
+    folder = Path(tempfile.mkdtemp(prefix="flash_attn_host_tests_"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def build_library(root: Path, folder: Path) -> Path:
+    """Build the host library of the tree ``root`` in ``folder`` (below ``root``) by the commands of the real build."""
+    folder.mkdir(parents=True, exist_ok=True)
+    edges = host_edges(root, folder, GXX, VERSION, {})
+    for rule, outputs, inputs, _, _ in sorted(edges.builds, key=lambda edge: ["cxx", "stub", "link"].index(edge[0])):
+        command = edges.rules[rule]["command"].replace("$out", " ".join(outputs)).replace("$in", " ".join(inputs))
+        subprocess.run(command.replace("$$", "$"), shell=True, cwd=root, check=True)
+    return folder / "libflash_attn.so"
+
+
+def copy_tree(folder: Path) -> Path:
+    """The sources of the host library alone, copied to ``folder``."""
+    folder.mkdir(parents=True)
+    shutil.copytree(ROOT / "csrc" / "host", folder / "csrc" / "host")
+    shutil.copy(ROOT / "csrc" / "params.h", folder / "csrc" / "params.h")
+    return folder
+
+
+@functools.cache
+def library() -> Path:
+    """The host library, built once."""
+    tree = copy_tree(scratch() / "tree")
+    return build_library(tree, tree / "build")
+
+
+def compile_cpp(sources: Sequence[Path], output: Path, *options: str) -> Path:
+    """Compile and link with the host library's flags (less the optimisation) plus ``options``."""
+    flags = [flag for flag in COMPILE_FLAGS if flag not in ("-O2", "-fvisibility=hidden")]
+    version = f'-DFLASH_ATTN_VERSION="{VERSION}"'
+    command = ["g++", *flags, "-O1", "-Werror", version, *map(str, sources), "-o", str(output), *options]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return output
+
+
+@functools.cache
+def fake_driver() -> Path:
+    """The folder with the fake libcuda.so.1."""
+    folder = scratch() / "driver"
+    folder.mkdir()
+    compile_cpp([HELPERS / "fake_cuda.cpp"], folder / "libcuda.so.1", "-shared")
+    return folder
+
+
+@functools.cache
+def fake_torch_gpu() -> Path:
+    """The library to preload so that CPU tensors pass for CUDA tensors."""
+    return compile_cpp([HELPERS / "fake_torch_gpu.cpp"], scratch() / "libfake_torch_gpu.so", "-shared", "-ldl")
+
+
+@functools.cache
+def sanitizer_flags() -> tuple[str, ...]:
+    """The address and undefined-behaviour sanitizers, where this compiler has their libraries."""
+    flags = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g")
+    probe = ["g++", *flags, "-x", "c++", "-", "-o", "/dev/null"]
+    found = subprocess.run(probe, input="int main() {}", text=True, capture_output=True, check=False)
+    return flags if found.returncode == 0 else ()
+
+
+@functools.cache
+def command_line() -> Path:
+    """``host_cli``, the torch-free part of the library driven from standard input."""
+    sources = [path for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")) if path.name != "torch_binding.cpp"]
+    output = scratch() / "host_cli"
+    return compile_cpp([HELPERS / "host_cli.cpp", *sources], output, "-ldl", "-pthread", *sanitizer_flags())
+
+
+def image(key: str, arch: str) -> bytes:
+    """What the fake driver takes for a compiled kernel."""
+    return f"fake {key} {arch}".encode() + b"\0"
+
+
+def kernel(key: str, arch: str, **changes: Any) -> tuple[archive.Record, bytes]:
+    """A record of the test archives; block_m is what fake_cuda.cpp assumes."""
+    fields: dict[str, Any] = {
+        "key": key,
+        "arch": arch,
+        "head_dim": int(key.split("-d")[1].split("-")[0]),
+        "block_m": 64,
+        "block_n": 32,
+        "threads": 128,
+        "smem_bytes": 65536,
+        "registers": 128,
+    }
+    return archive.Record(**{**fields, **changes}), image(key, arch)
+
+
+ALL_KEYS = tuple(
+    f"{op}-sm80-{dtype}-d{head_dim}-{mask}"
+    for op in ("fwd", "bwd")
+    for dtype in ("fp16", "bf16")
+    for head_dim in (64, 128)
+    for mask in ("full", "causal")
+)
+ALL_ARCHS = ("80", "86", "90", "100", "120", "ptx80")
+
+
+def pack(keys: Sequence[str] = ALL_KEYS, archs: Sequence[str] = ALL_ARCHS, **changes: Any) -> bytes:
+    """A kernel set with every key for every arch."""
+    return archive.pack("nvrtc 12.9.86", [kernel(key, arch, **changes) for key in keys for arch in archs])
+
+
+@dataclass
+class Machine:
+    """A folder with ``host_cli``, its kernel set, and a fake driver that sees ``devices``."""
+
+    folder: Path
+    devices: str = H200
+    environ: Mapping[str, str] | None = None
+    driver: bool = True
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "driver.log"
+
+    def write_kernels(self, data: bytes) -> None:
+        (self.folder / "flash_attn.kernels").write_bytes(data)
+
+    def run(self, *commands: str) -> list[str]:
+        """The answers to ``commands``, given to one process."""
+        program = self.folder / "host_cli"
+        if not program.exists():
+            os.link(command_line(), program)
+        self.log_path.unlink(missing_ok=True)
+        environ = {
+            "PATH": os.environ["PATH"],
+            "FAKE_CUDA_DEVICES": self.devices,
+            "FAKE_CUDA_LOG": str(self.log_path),
+            # Kernels stay loaded until the process ends, which is no leak.
+            "ASAN_OPTIONS": "detect_leaks=0",
+            **({"LD_LIBRARY_PATH": str(fake_driver())} if self.driver else {}),
+            **(self.environ or {}),
+        }
+        result = subprocess.run(
+            [str(program)], input="\n".join(commands) + "\n", env=environ, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        answers = result.stdout.splitlines()
+        assert len(answers) == len(commands), result.stdout
+        return answers
+
+    def log(self, word: str = "") -> list[dict[str, str]]:
+        """The driver's log of the last run: a dict for each line that begins with ``word``."""
+        if not self.log_path.exists():
+            return []
+        lines = [line.split() for line in self.log_path.read_text().splitlines()]
+        return [dict(item.split("=", 1) for item in line[1:]) for line in lines if not word or line[0] == word]

@@ -1,0 +1,520 @@
+"""The host library without torch: archive, choice of a kernel, launches, errors; against a fake driver."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from host_support import ALL_ARCHS, ALL_KEYS, H200, RTX4090, VERSION, Machine, kernel, pack
+
+from buildtools import archive
+
+FWD = "fwd-sm80-bf16-d128-causal"
+BWD = "bwd-sm80-bf16-d128-causal"
+# device dtype mask head_dim batch seqlen_q seqlen_k heads heads_kv
+CALL = "0 bf16 causal 128 2 300 200 8 2"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """One H200 with a complete kernel set."""
+    made = Machine(tmp_path)
+    made.write_kernels(pack())
+    return made
+
+
+# ---- Which kernel ----
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [
+        ("8.0", "80"),
+        ("8.6", "86"),
+        ("8.7", "86"),
+        ("8.9", "86"),
+        ("9.0", "90"),
+        ("10.0", "100"),
+        ("10.3", "100"),
+        ("11.0", "ptx80"),
+        ("12.0", "120"),
+        ("12.1", "120"),
+        ("13.0", "ptx80"),
+    ],
+)
+def test_arch(machine: Machine, capability: str, arch: str) -> None:
+    machine.devices = f"{capability}:232448:GPU"
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    assert [load["arch"] for load in machine.log("load")] == [arch]
+
+
+@pytest.mark.parametrize(
+    ("archs", "capability", "arch"),
+    [
+        (("90", "90a"), "9.0", "90a"),  # made for exactly this GPU
+        (("90a", "ptx80"), "9.1", "ptx80"),  # an "a" arch runs nowhere else
+        (("80", "86", "89"), "8.8", "86"),  # the highest minor that is not above
+        (("86", "ptx80", "ptx90", "ptx100"), "9.0", "ptx90"),  # PTX of a newer GPU is of no use
+        (("ptx90", "90"), "9.0", "90"),  # machine code before PTX
+    ],
+)
+def test_arch_preference(machine: Machine, archs: tuple[str, ...], capability: str, arch: str) -> None:
+    machine.devices = f"{capability}:232448:GPU"
+    machine.write_kernels(pack(archs=archs))
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    assert [load["arch"] for load in machine.log("load")] == [arch]
+
+
+def test_integrated_gpu_falls_back_to_ptx(machine: Machine) -> None:
+    """Where the driver refuses machine code of an older minor, PTX serves."""
+    machine.devices = "8.7:166912:Orin"
+    machine.environ = {"FAKE_CUDA_REFUSE": "86,80"}
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    assert [load["arch"] for load in machine.log("load")] == ["86", "80", "ptx80"]
+    machine.environ = {"FAKE_CUDA_REFUSE": "86,80,ptx80"}
+    [error] = machine.run(f"fwd {CALL}")
+    for part in (FWD, "Orin", "8.7", "FLASH_ATTN_CUDA_ARCHS=8.7"):
+        assert part in error
+
+
+def test_old_gpu(machine: Machine) -> None:
+    machine.devices = "7.5:65536:NVIDIA GeForce RTX 2080"
+    [error] = machine.run(f"fwd {CALL}")
+    for part in ("RTX 2080", "compute capability 7.5", "8.0 or newer", FWD, "100, 120, 80, 86, 90, ptx80"):
+        assert part in error
+    assert machine.log("load") == []
+
+
+def test_arch_not_built(machine: Machine) -> None:
+    machine.write_kernels(pack(archs=("80", "120")))
+    [error] = machine.run(f"fwd {CALL}")
+    for part in (FWD, "NVIDIA H200", "9.0", "built for: 120, 80", "FLASH_ATTN_CUDA_ARCHS=9.0"):
+        assert part in error
+
+
+@pytest.mark.parametrize(("head_dim", "built"), [(8, 64), (64, 64), (72, 128), (128, 128)])
+def test_smallest_head_dim_that_holds_it(machine: Machine, head_dim: int, built: int) -> None:
+    answers = machine.run(f"fwd 0 fp16 full {head_dim} 1 64 64 1 1", f"bwd 0 fp16 full {head_dim} 1 64 64 1 1")
+    assert answers == ["ok", f"ok workspace={64 * built + 2 * 64 + 1}"]
+    assert {launch["key"] for launch in machine.log("launch")} == {
+        f"fwd-sm80-fp16-d{built}-full",
+        f"bwd-sm80-fp16-d{built}-full",
+    }
+    assert {launch["head_dim"] for launch in machine.log("launch")} == {str(head_dim)}
+
+
+def test_each_key(machine: Machine) -> None:
+    """Every row of the table is reached by the call that it is for, and by no other."""
+    for key in ALL_KEYS:
+        op, _, dtype, head_dim, mask = key.split("-")
+        answers = machine.run(f"{op} 0 {dtype} {mask} {head_dim[1:]} 1 64 64 1 1")
+        assert answers[0].startswith("ok")
+        assert [load["key"] for load in machine.log("load")] == [key]
+
+
+def test_head_dim_not_built(machine: Machine) -> None:
+    """Field case 23: built for head dim 64 alone."""
+    machine.write_kernels(pack(keys=[key for key in ALL_KEYS if "-d64-" in key]))
+    ok, error = machine.run("fwd 0 bf16 causal 64 1 64 64 1 1", "fwd 0 bf16 causal 96 1 64 64 1 1")
+    assert ok == "ok"
+    for part in (f"{FWD} is not built", "head_dim 96", "FLASH_ATTN_HEAD_DIMS", "FORCE_BUILD=1", *ALL_KEYS[:2]):
+        assert part in error
+    assert "d128-full" not in error
+
+
+def test_one_part_of_the_key_missing(machine: Machine) -> None:
+    """A subset without bf16 does not answer a bf16 call with fp16."""
+    machine.write_kernels(pack(keys=[key for key in ALL_KEYS if "fp16" in key]))
+    [error] = machine.run(f"fwd {CALL}")
+    assert f"{FWD} is not built" in error
+    assert machine.log("load") == []
+
+
+def test_long_list_of_built_kernels_is_cut(machine: Machine) -> None:
+    keys = [f"fwd-sm80-fp16-d{head_dim}-full" for head_dim in range(8, 256, 8)]
+    machine.write_kernels(pack(keys=keys, archs=["90"]))
+    [error] = machine.run(f"fwd {CALL}")
+    assert f"and {len(keys) - 24} more" in error
+
+
+def test_unknown_kernels_are_left_alone(machine: Machine) -> None:
+    """A newer table may have ops and families that this library does not know."""
+    extra = [kernel("combine-sm80-bf16-d128-full", "90"), kernel("fwd-sm999-bf16-d128-causal", "90")]
+    rest = [kernel(key, arch) for key in ALL_KEYS for arch in ALL_ARCHS]
+    machine.write_kernels(archive.pack("x", extra + rest))
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    assert [load["key"] for load in machine.log("load")] == [FWD]
+
+
+def test_family(machine: Machine) -> None:
+    machine.environ = {"FLASH_ATTN_FAMILY": "sm80"}
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    machine.environ = {"FLASH_ATTN_FAMILY": "sm70"}
+    [error] = machine.run(f"fwd {CALL}")
+    assert "FLASH_ATTN_FAMILY=sm70" in error
+    assert "sm80" in error.replace("sm70", "")
+
+
+@pytest.mark.parametrize("call", ["0 bf16 full 0 1 1 1 1 1", "0 bf16 full 12 1 1 1 1 1", "0 bf16 full 264 1 1 1 1 1"])
+def test_head_dim_out_of_range(machine: Machine, call: str) -> None:
+    [error] = machine.run(f"fwd {call}")
+    assert "head_dim" in error
+
+
+@pytest.mark.parametrize("device", [-1, 1, 127, 128, 100000])
+def test_no_such_device(machine: Machine, device: int) -> None:
+    [error] = machine.run(f"fwd {device} bf16 causal 128 1 1 1 1 1")
+    assert f"device {device}" in error
+
+
+# ---- Shared memory ----
+
+
+def test_shared_memory_precheck(machine: Machine) -> None:
+    """Field case 39: the bytes needed and available, before anything is loaded."""
+    machine.devices = RTX4090
+    machine.write_kernels(pack(smem_bytes=163840))
+    [error] = machine.run(f"fwd {CALL}")
+    for part in (FWD, "163840 bytes", "101376 available", "RTX 4090", "8.9"):
+        assert part in error
+    assert machine.log("load") == []
+
+
+def test_image_that_fits_is_taken(machine: Machine) -> None:
+    machine.devices = RTX4090
+    large, small = kernel(FWD, "86", smem_bytes=163840), kernel(FWD, "ptx80", smem_bytes=65536)
+    machine.write_kernels(archive.pack("x", [large, small]))
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    assert [load["arch"] for load in machine.log("load")] == ["ptx80"]
+
+
+def test_static_shared_memory_counts(machine: Machine) -> None:
+    machine.environ = {"FAKE_CUDA_STATIC_SMEM": "200000"}
+    [error] = machine.run(f"fwd {CALL}")
+    assert f"{200000 + 65536} bytes" in error
+    assert len(machine.log("unload")) == 1
+
+
+# ---- Loading ----
+
+
+def test_loaded_once_per_key_and_device(machine: Machine) -> None:
+    machine.devices = f"{H200};{RTX4090}"
+    other = CALL.replace("128", "104", 1)  # another head dim, the same kernel
+    answers = machine.run(f"fwd {CALL}", f"fwd {CALL}", f"fwd {other}", f"fwd 1{CALL[1:]}", f"fwd 1{CALL[1:]}")
+    assert answers == ["ok"] * 5
+    assert [(load["key"], load["device"], load["arch"]) for load in machine.log("load")] == [
+        (FWD, "0", "90"),
+        (FWD, "1", "86"),
+    ]
+    assert [launch["device"] for launch in machine.log("launch")] == ["0", "0", "0", "1", "1"]
+    assert [retain["device"] for retain in machine.log("retain")] == ["0", "1"]
+
+
+def test_threads_load_once(machine: Machine) -> None:
+    assert machine.run(f"threads {CALL}") == ["ok"]
+    assert len(machine.log("load")) == 1
+    assert len(machine.log("launch")) == 8
+
+
+def test_load_during_capture(machine: Machine) -> None:
+    """While a stream is being captured, the driver lets a thread load modules in the relaxed mode only."""
+    machine.environ = {"FAKE_CUDA_CAPTURE": "1"}
+    answers = machine.run(f"fwd {CALL}", f"bwd {CALL}")
+    assert answers[0] == "ok"
+    assert answers[1].startswith("ok")
+    assert {load["mode"] for load in machine.log("load")} == {"2"}
+
+
+def test_capture_mode_is_restored(machine: Machine) -> None:
+    """Also after a failure: the second load finds the thread in its own mode again, not in the relaxed one."""
+    assert machine.run("mode", f"fwd {CALL}", "mode") == ["ok 0", "ok", "ok 0"]
+    machine.environ = {"FAKE_CUDA_FAIL": "cuModuleLoadDataEx=200"}
+    _, error, mode = machine.run("mode", f"fwd {CALL}", "mode")
+    assert error.startswith("error")
+    assert mode == "ok 0"
+
+
+def test_context_of_the_device_is_made_current_and_given_back(machine: Machine) -> None:
+    """Field case 34: work on cuda:1 while cuda:0 is current."""
+    machine.devices = f"{H200};{H200}"
+    answers = machine.run("push 0", f"fwd 1{CALL[1:]}", "current", f"fwd {CALL}", "current")
+    assert answers == ["ok", "ok", "ok 0", "ok", "ok 0"]
+    assert [launch["device"] for launch in machine.log("launch")] == ["1", "0"]
+    # By the test; to load; to launch. None for the device that is current.
+    assert [push["device"] for push in machine.log("push")] == ["0", "1", "1"]
+    assert [pop["device"] for pop in machine.log("pop")] == ["1", "1"]
+
+
+def test_no_context_is_left_behind(machine: Machine) -> None:
+    """A thread that has no context yet has none afterwards, whether the call worked or not."""
+    assert machine.run(f"fwd {CALL}", "current") == ["ok", "ok -1"]
+    machine.environ = {"FAKE_CUDA_FAIL": "cuLaunchKernel=700"}
+    assert machine.run(f"fwd {CALL}", "current")[1] == "ok -1"
+
+
+# ---- Launches ----
+
+
+def test_forward_launch(machine: Machine) -> None:
+    assert machine.run(f"fwd {CALL}") == ["ok"]
+    [launch] = machine.log("launch")
+    assert launch == {
+        "key": FWD, "arch": "90", "entry": "flash_fwd", "grid": str(5 * 8 * 2), "block": "128", "smem": "65536",
+        "stream": "0x77", "device": "0", "batch": "2", "heads": "8", "heads_kv": "2", "group": "4",
+        "seqlen_q": "300", "seqlen_k": "200", "head_dim": "128", "blocks_m": "5", "scale": "0.125000",
+        "scale_log2": "0.180337",
+    }  # fmt: skip
+
+
+def test_backward_launches(machine: Machine) -> None:
+    rows, tiles = 2 * 8 * 320, 2 * 8 * 5
+    total = rows * 128 + 2 * rows + tiles
+    assert machine.run(f"bwd {CALL}") == [f"ok workspace={total}"]
+    launches = machine.log("launch")
+    entries = ["flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"]
+    assert [launch["entry"] for launch in launches] == entries
+    assert [launch["grid"] for launch in launches] == [str(tiles), str(7 * 2 * 2), str(tiles)]
+    assert [launch["smem"] for launch in launches] == ["0", "65536", "0"]
+    for launch in launches:
+        assert launch["key"] == BWD
+        assert (launch["blocks_m"], launch["blocks_n"], launch["group"]) == ("5", "7", "4")
+        assert (launch["stream"], launch["deterministic"], launch["scale_log2"]) == ("0x77", "1", "0.180337")
+        offsets = [int(launch[name]) for name in ("lse_log2", "delta", "semaphore")]
+        assert offsets == [rows * 128, rows * 128 + rows, rows * 128 + 2 * rows]
+
+
+@pytest.mark.parametrize(
+    ("call", "grids"),
+    [
+        ("fwd 0 fp16 full 64 80000 1 1 3 1", [240000]),  # batch above 65,535
+        ("fwd 0 fp16 full 64 1 1 1 70000 1", [70000]),  # heads above 65,535
+        ("fwd 0 fp16 full 64 1 1073741824 1 1 1", [16777216]),
+        ("fwd 0 fp16 full 64 2 0 5 3 3", []),  # no queries: nothing to launch
+        ("fwd 0 fp16 full 64 2 65 0 3 3", [12]),  # no keys: the kernel writes zeros
+        ("bwd 0 fp16 full 64 2 65 0 3 3", [12, 12]),
+        ("bwd 0 fp16 full 64 2 0 65 3 3", [18]),
+        ("bwd 0 fp16 full 64 70000 1 1 2 1", [140000, 70000, 140000]),
+        ("fwd 0 fp16 full 64 0 4 4 0 0", []),
+    ],
+)
+def test_grids(machine: Machine, call: str, grids: list[int]) -> None:
+    [answer] = machine.run(call)
+    assert answer.startswith("ok")
+    assert [int(launch["grid"]) for launch in machine.log("launch")] == grids
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "fwd 0 fp16 full 64 65536 64 64 32768 1",  # 2**31, one more than a launch may have
+        "fwd 0 fp16 full 64 2147483647 1073741824 1 2147483647 1",  # far above 2**64
+        "bwd 0 fp16 full 64 65536 64 64 32768 32768",
+        "bwd 0 fp16 full 64 65536 1 33 16384 16384",  # the grid over keys alone
+    ],
+)
+def test_grid_beyond_a_launch(machine: Machine, call: str) -> None:
+    [error] = machine.run(call)
+    assert "2147483647 blocks" in error
+    assert "sm80-fp16-d64-full" in error
+    assert machine.log("launch") == []
+
+
+def test_largest_grid(machine: Machine) -> None:
+    assert machine.run("fwd 0 fp16 full 64 2147483647 64 64 1 1") == ["ok"]
+    assert [launch["grid"] for launch in machine.log("launch")] == ["2147483647"]
+
+
+# ---- Failures of the driver ----
+
+
+@pytest.mark.parametrize(
+    ("failing", "parts"),
+    [
+        ("cuLaunchKernel=700", ["launching", FWD, "CUDA_ERROR_ILLEGAL_ADDRESS", "illegal memory access"]),
+        (
+            "cuModuleLoadDataEx=200",
+            ["loading", FWD, "arch 90", "INVALID_IMAGE", "12.4", "nvrtc 12.9.86", "ptxas says no"],
+        ),
+        ("cuModuleGetFunction=500", [FWD, "CUDA_ERROR_NOT_FOUND"]),
+        ("cuFuncGetAttribute=1", [FWD, "CUDA_ERROR_INVALID_VALUE"]),
+        ("cuFuncSetAttribute=1", [FWD, "shared memory", "CUDA_ERROR_INVALID_VALUE"]),
+        ("cuDevicePrimaryCtxRetain=2", ["primary context", "CUDA_ERROR_OUT_OF_MEMORY"]),
+        ("cuInit=803", ["initialising", "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"]),
+        ("cuDeviceGetCount=12345", ["unknown CUDA error", "12345"]),
+    ],
+)
+def test_driver_failure_is_told_and_can_pass(machine: Machine, failing: str, parts: list[str]) -> None:
+    """The message says what was done to which kernel; nothing of the failure is kept, so a later call works."""
+    machine.environ = {"FAKE_CUDA_FAIL": failing}
+    error, _, later = machine.run(f"fwd {CALL}", "env FAKE_CUDA_FAIL=", f"fwd {CALL}")
+    assert error.startswith("error flash_attn: ")
+    for part in parts:
+        assert part in error
+    assert later == "ok"
+
+
+def test_kernel_that_allows_fewer_threads(machine: Machine) -> None:
+    machine.environ = {"FAKE_CUDA_THREADS": "64"}
+    [error] = machine.run(f"fwd {CALL}")
+    for part in (FWD, "64 threads", "128"):
+        assert part in error
+    assert len(machine.log("unload")) == 1
+
+
+def test_no_driver(machine: Machine) -> None:
+    machine.driver = False
+    machine.environ = {"LD_LIBRARY_PATH": "/nonexistent"}
+    answers = machine.run("count", "supported 0", "capability 0", f"fwd {CALL}")
+    assert "libcuda.so.1" in answers[0]
+    assert answers[1].startswith("ok no ")
+    assert "no NVIDIA driver" in answers[1]
+    assert answers[2] == "ok -1"
+    assert "no NVIDIA driver" in answers[3]
+
+
+# ---- The functions for Python ----
+
+
+def test_exports(machine: Machine) -> None:
+    machine.devices = f"{H200};8.9:101376:Other"
+    answers = machine.run("version", "count", "capability 0", "capability 1", "capability 2", "short")
+    assert answers == [f"ok {VERSION}", "ok 2", "ok 90", "ok 89", "ok -1", "ok 15 intact"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "build", "answer", "parts"),
+    [
+        (H200, pack, "yes", ["NVIDIA H200", "compute capability 9.0", "all 16 kernels run."]),
+        ("13.0:232448:Next", pack, "yes", ["13.0", "all 16 kernels run, 16 through PTX"]),
+        ("7.0:98304:V100", pack, "no", ["V100", "7.0", "8.0 or newer"]),
+        (H200, lambda: pack(archs=["80", "120"]), "no", ["none of the 16", "80", "FLASH_ATTN_CUDA_ARCHS=9.0"]),
+        (H200, lambda: pack(keys=[]), "no", ["no kernel"]),
+        (RTX4090, lambda: pack(smem_bytes=200000), "no", ["none of the 16", "101376"]),
+        (
+            RTX4090,
+            lambda: archive.pack("x", [kernel(FWD, "86"), kernel(BWD, "86", smem_bytes=200000)]),
+            "yes",
+            ["1 of 2 kernels run", f"{BWD} needs more shared memory than 101376"],
+        ),
+        (
+            RTX4090,
+            lambda: archive.pack("x", [kernel(FWD, "86"), kernel(BWD, "90")]),
+            "yes",
+            ["1 of 2 kernels run", f"{BWD} is not built for this GPU"],
+        ),
+    ],
+)
+def test_supported(machine: Machine, devices: str, build: Callable[[], bytes], answer: str, parts: list[str]) -> None:
+    """Field case 26: a reason at selection time, without a context and without loading anything."""
+    machine.devices = devices
+    machine.write_kernels(build())
+    [text] = machine.run("supported 0")
+    assert text.startswith(f"ok {answer} ")
+    for part in parts:
+        assert part in text
+    assert machine.log("retain") == []
+    assert machine.log("load") == []
+
+
+def test_supported_without_such_a_device(machine: Machine) -> None:
+    [text] = machine.run("supported 3")
+    assert text.startswith("ok no ")
+    assert "no device 3" in text
+
+
+# ---- The archive ----
+
+
+def test_archive_missing_then_there(machine: Machine) -> None:
+    path = machine.folder / "flash_attn.kernels"
+    path.unlink()
+    error, supported = machine.run(f"fwd {CALL}", "supported 0")
+    for text in (error, supported):
+        assert str(path) in text
+        assert "does not exist" in text
+
+
+def patched(offset: int, fmt: str, *values: object) -> bytes:
+    """A sound archive with ``values`` written at ``offset``."""
+    data = bytearray(pack())
+    struct.pack_into(fmt, data, offset, *values)
+    return bytes(data)
+
+
+RECORD = 64 + 128  # the second record
+COUNT = len(ALL_KEYS) * len(ALL_ARCHS)
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: b"", ["cut short", "0 bytes"]),
+        (lambda: pack()[:63], ["cut short", "63 bytes"]),
+        (lambda: pack()[:64], ["cut short", f"{COUNT} records"]),
+        (lambda: pack()[: 64 + 128 * COUNT - 1], ["cut short"]),
+        (lambda: pack()[:-64], ["points outside"]),
+        (lambda: b"PK" + pack()[2:], ["no kernel set"]),
+        (lambda: patched(8, "<I", 2), ["format 2", "different releases"]),
+        (lambda: patched(16, "<I", 256), ["records of 256"]),
+        (lambda: patched(12, "<I", 0xFFFFFFFF), ["cut short"]),
+        (lambda: patched(RECORD, "<64s", b"x" * 64), ["record 1", "key"]),
+        (lambda: patched(RECORD, "<64s", b""), ["record 1", "key"]),
+        (lambda: patched(RECORD, "<64s", b"a"), ["record 1", "order"]),
+        (lambda: patched(RECORD + 64, "<8s", b"12345678"), ["record 1", "arch"]),
+        (lambda: patched(RECORD + 64, "<8s", b"sm_90"), ["record 1", "arch"]),
+        (lambda: patched(RECORD + 64, "<8s", b"100"), ["record 1", "order"]),
+        (lambda: patched(RECORD + 72, "<I", 0), ["record 1", "tile"]),
+        (lambda: patched(RECORD + 76, "<I", 0), ["record 1", "tile"]),
+        (lambda: patched(RECORD + 76, "<I", 1 << 20), ["record 1", "tile"]),
+        (lambda: patched(RECORD + 80, "<I", 0), ["record 1", "tile"]),
+        (lambda: patched(RECORD + 84, "<I", 100), ["record 1", "block size"]),
+        (lambda: patched(RECORD + 84, "<I", 2048), ["record 1", "block size"]),
+        (lambda: patched(RECORD + 88, "<I", 1 << 30), ["record 1", "shared memory"]),
+        (lambda: patched(RECORD + 96, "<Q", 64), ["record 1", "outside"]),
+        (lambda: patched(RECORD + 96, "<Q", 1 << 40), ["record 1", "outside"]),
+        (lambda: patched(RECORD + 96, "<Q", (64 + 128 * COUNT) + 1), ["record 1", "outside"]),
+        (lambda: patched(RECORD + 104, "<Q", 0), ["record 1", "outside"]),
+        (lambda: patched(RECORD + 104, "<Q", (1 << 64) - 1), ["record 1", "outside"]),
+    ],
+)
+def test_damaged_archive(machine: Machine, make: Callable[[], bytes], parts: list[str]) -> None:
+    """Every damage to the index is named, by the call and by supported(), and none is followed."""
+    machine.write_kernels(make())
+    path = machine.folder / "flash_attn.kernels"
+    for text in machine.run(f"open {path}", f"fwd {CALL}", "supported 0"):
+        assert str(path) in text
+        for part in parts:
+            assert part in text
+    assert machine.log("load") == []
+
+
+def test_ptx_without_an_end(machine: Machine) -> None:
+    record, text = kernel(FWD, "ptx80")
+    machine.write_kernels(archive.pack("x", [(record, text.rstrip(b"\0"))]))
+    [error] = machine.run(f"fwd {CALL}")
+    assert "PTX without an end" in error
+
+
+def test_archive_is_read(machine: Machine) -> None:
+    [answer] = machine.run(f"open {machine.folder / 'flash_attn.kernels'}")
+    assert answer == f"ok {COUNT} nvrtc 12.9.86"
+
+
+def test_repaired_archive_is_taken_by_the_next_call(machine: Machine) -> None:
+    """A failure is not kept: the process goes on once the file is in order."""
+    path = machine.folder / "flash_attn.kernels"
+    sound = path.rename(machine.folder / "sound")
+    error, moved, later = machine.run(f"fwd {CALL}", f"move {sound} {path}", f"fwd {CALL}")
+    assert "does not exist" in error
+    assert (moved, later) == ("ok", "ok")
+
+
+def test_messages_are_sentences(machine: Machine) -> None:
+    """Every failure seen above ends as a sentence does and is not cut."""
+    machine.write_kernels(pack(keys=[key for key in ALL_KEYS if "-d64-" in key]))
+    for text in machine.run(f"fwd {CALL}", "supported 0", "fwd 5 bf16 full 64 1 1 1 1 1"):
+        assert re.search(r"[^.]\.$", text)

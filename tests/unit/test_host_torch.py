@@ -1,0 +1,95 @@
+"""The built host library inside a real torch: loaded by a CPU-only one, and its operators run on a pretended GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from host_support import H200, HELPERS, VERSION, fake_driver, fake_torch_gpu, library, pack, scratch
+
+CASES = re.findall(r"^def (case_\w+)", (HELPERS / "torch_cases.py").read_text(), re.MULTILINE)
+
+
+def installed() -> Path:
+    """A folder with the library and a kernel set, as in a wheel."""
+    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    shutil.copy(library(), folder / "libflash_attn.so")
+    (folder / "flash_attn.kernels").write_bytes(pack())
+    return folder / "libflash_attn.so"
+
+
+def run(arguments: list[str], **environ: str) -> str:
+    settings = {**os.environ, **environ}
+    result = subprocess.run(
+        [sys.executable, *arguments], env=settings, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """What came of every case, all run by one process."""
+    found: dict[str, str] = json.loads(
+        run(
+            [str(HELPERS / "torch_cases.py"), str(installed())],
+            LD_PRELOAD=str(fake_torch_gpu()),
+            LD_LIBRARY_PATH=str(fake_driver()),
+            FAKE_CUDA_DEVICES=H200,
+            FAKE_CUDA_COMPUTE="1",
+        )
+    )
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_operators(answers: dict[str, str], case: str) -> None:
+    assert answers[case] == ""
+
+
+LOAD = """
+import ctypes, json, sys, torch
+library = torch.library.Library("flash_attn", "DEF")
+library.define("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)")
+library.define("bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
+               "bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)")
+torch.ops.load_library(sys.argv[1])
+c = ctypes.CDLL(sys.argv[1])
+c.flash_attn_version.restype = ctypes.c_char_p
+reason, error = ctypes.create_string_buffer(1024), ctypes.create_string_buffer(1024)
+has = torch._C._dispatch_has_kernel_for_dispatch_key
+print(json.dumps({
+    "version": c.flash_attn_version().decode(),
+    "count": c.flash_attn_device_count(error, ctypes.c_size_t(1024)),
+    "error": error.value.decode(),
+    "supported": c.flash_attn_supported(0, reason, ctypes.c_size_t(1024)),
+    "reason": reason.value.decode(),
+    "capability": c.flash_attn_capability(0),
+    "kernels": [has(f"flash_attn::{op}", key) for op in ("fwd", "bwd") for key in ("CUDA", "CPU")],
+}))
+"""
+
+
+def test_loads_without_gpu_and_driver() -> None:
+    """Any torch can load the library; without a driver the reason says so."""
+    found = json.loads(run(["-c", LOAD, str(installed())], CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=""))
+    assert found["version"] == VERSION
+    assert found["kernels"] == [True, False, True, False]
+    assert found["capability"] == -1
+    assert found["supported"] == 0
+    # On a machine with a driver but no visible GPU the driver itself is the one to complain.
+    assert "NVIDIA driver" in found["error"] or found["count"] == 0
+    assert "NVIDIA driver" in found["reason"] or "no device 0" in found["reason"]
+
+
+def test_loads_with_a_driver() -> None:
+    found = json.loads(run(["-c", LOAD, str(installed())], LD_LIBRARY_PATH=str(fake_driver()), FAKE_CUDA_DEVICES=H200))
+    assert (found["count"], found["error"], found["capability"], found["supported"]) == (1, "", 90, 1)
+    assert "all 16 kernels run" in found["reason"]
