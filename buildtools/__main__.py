@@ -78,7 +78,7 @@ def _compile(options: argparse.Namespace) -> int:
             fix=f"{nearest(options.key, rows)}`python -m buildtools table` lists them",
         )
     kernel = table.kernel(rows[options.key], parse_arch(options.arch))
-    library = load_nvrtc(find_nvrtc(os.environ, sys.path))
+    library = find_nvrtc(os.environ, sys.path, load_nvrtc)
     compiled = compile_kernel(library, kernel, SourceTree(ROOT / "csrc").closure(kernel.source))
     path = options.out or Path(f"{kernel.name}.{'ptx' if kernel.arch.ptx else 'cubin'}")
     write_atomically(path, compiled.image)

@@ -52,7 +52,7 @@ def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]
     _, matrix = load_tables(_ROOT)
     requirements = [matrix.tools.ninja]
     try:
-        load_nvrtc(find_nvrtc(os.environ, sys.path))
+        find_nvrtc(os.environ, sys.path, load_nvrtc)
     except NvrtcNotFoundError:
         if variables.nvrtc:
             raise

@@ -169,10 +169,12 @@ def edge_environment(root: Path, environ: Mapping[str, str], compiler: Compiler)
 
 def find_compiler(folder: Path, environ: Mapping[str, str]) -> Compiler:
     """The NVRTC to use. What it can do is asked once and kept in `folder`, as long as the file stays the same."""
-    found = find_nvrtc(environ, sys.path)
+    return find_nvrtc(environ, sys.path, lambda found: _ask(found, folder / "nvrtc.json"))
+
+
+def _ask(found: FoundNvrtc, cache: Path) -> Compiler:
     stat = found.path.stat()
     identity = [str(found.path), stat.st_size, stat.st_mtime_ns]
-    cache = folder / "nvrtc.json"
     try:
         known = json.loads(cache.read_text(encoding="utf-8"))
         if known["identity"] == identity:

@@ -11,14 +11,16 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from .errors import BuildError, KernelCompileError, NvrtcNotFoundError
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.(?P<major>[0-9]+)(?:\.[0-9.]+)?")
 MINIMUM_VERSION = (12, 0)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,9 @@ class Nvrtc:
             for builtins in sorted(path.parent.glob("libnvrtc-builtins.so.*")):
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             self._library = ctypes.CDLL(str(path))
-        except OSError as error:
+            self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
+        except (OSError, AttributeError) as error:
             raise NvrtcNotFoundError(f"{path} cannot be loaded: {error}", fix=_HOW_TO_GET) from None
-        self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
 
     @property
     def version(self) -> tuple[int, int]:
@@ -117,33 +119,39 @@ _HOW_TO_GET = (
 )
 
 
-def find_nvrtc(environ: Mapping[str, str], search_path: Sequence[str]) -> FoundNvrtc:
-    """The first usable library of: FLASH_ATTN_NVRTC, the target environment, a toolkit, this process's own path.
+def find_nvrtc(environ: Mapping[str, str], search_path: Sequence[str], use: Callable[[FoundNvrtc], _T]) -> _T:
+    """`use(found)` of the first usable library of: FLASH_ATTN_NVRTC, the target environment, a toolkit, `search_path`.
 
-    Under build isolation this process's path holds the build requirements and the target environment is asked by a
-    subprocess. NvrtcNotFoundError lists the places.
+    A library for which `use` raises NvrtcNotFoundError is passed over, except one that FLASH_ATTN_NVRTC names. Under
+    build isolation `search_path`, this process's own, holds the build requirements and a subprocess is asked for the
+    target environment's. NvrtcNotFoundError lists the places, and why what was there is of no use.
     """
     chosen = environ.get("FLASH_ATTN_NVRTC")
     if chosen:
         for folder in (Path(chosen), Path(chosen, "lib64"), Path(chosen, "lib")):
             path = _library_in(folder)
             if path:
-                return FoundNvrtc(path, "FLASH_ATTN_NVRTC")
+                return use(FoundNvrtc(path, "FLASH_ATTN_NVRTC"))
         raise NvrtcNotFoundError(
             f"FLASH_ATTN_NVRTC={chosen} holds no usable libnvrtc.so",
             why=f"neither it nor its lib64 and lib folders have libnvrtc.so.{MINIMUM_VERSION[0]} or newer",
             fix="correct it, or unset it to have the library looked for",
         )
-    looked: list[str] = []
+    places: list[str] = []
+    reasons: list[str] = []
     for folder, where in _candidates(environ, search_path):
         path = _library_in(folder)
         if path:
-            return FoundNvrtc(path, where)
-        if where not in looked:
-            looked.append(where)
+            try:
+                return use(FoundNvrtc(path, where))
+            except NvrtcNotFoundError as error:
+                reasons.append(error.what)
+        if where not in places:
+            places.append(where)
+    why = f"it compiles the kernels; looked in {', '.join(places)}"
     raise NvrtcNotFoundError(
-        f"no NVRTC library (libnvrtc.so.{MINIMUM_VERSION[0]} or newer)",
-        why=f"it compiles the kernels; looked in {', '.join(looked)}",
+        f"no usable NVRTC library (libnvrtc.so.{MINIMUM_VERSION[0]} or newer)",
+        why="; ".join([why, *reasons]),
         fix=_HOW_TO_GET,
     )
 

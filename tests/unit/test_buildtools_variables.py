@@ -38,7 +38,7 @@ def test_boolean(variable, text, value):
 
 
 @pytest.mark.parametrize("variable", BOOLEANS)
-@pytest.mark.parametrize("text", ["maybe", "2", "y", "-1", "truee", "１"])
+@pytest.mark.parametrize("text", ["maybe", "2", "y", "-1", "truee", "\uff11"])
 def test_boolean_that_is_none(variable, text):
     with pytest.raises(VariableError, match=rf"{variable}={text} is neither true nor false[\s\S]*1, true, yes, on"):
         read_variables({variable: text})
@@ -67,7 +67,7 @@ def test_head_dims(text):
     assert read_variables({"FLASH_ATTN_HEAD_DIMS": text}).head_dims == (64, 128)
 
 
-@pytest.mark.parametrize("text", ["d64", "64,x", "-64", "0", "6.4", "٦٤"])
+@pytest.mark.parametrize("text", ["d64", "64,x", "-64", "0", "6.4", "\u0666\u0664"])
 def test_head_dims_that_are_none(text):
     with pytest.raises(VariableError, match="FLASH_ATTN_HEAD_DIMS"):
         read_variables({"FLASH_ATTN_HEAD_DIMS": text})
@@ -165,7 +165,7 @@ def test_archs(text, archs):
         "",
         " ; ",
         "1000",
-        "٨٠",
+        "\u0668\u0660",
         "8.0a+",
         "+PTX",
     ],
@@ -255,7 +255,7 @@ def test_archs_too_old_are_an_error_where_they_were_meant_and_a_note_where_not(c
     with pytest.raises(ArchError, match=r"FLASH_ATTN_CUDA_ARCHS=7.5;8.0: no kernel can be built for 75[\s\S]*8.0"):
         choose(FLASH_ATTN_CUDA_ARCHS="7.5;8.0")
     assert "75 is below 80 and left out" in choose(TORCH_CUDA_ARCH_LIST="7.5;8.0")[1][0]
-    with pytest.raises(ArchError, match="TORCH_CUDA_ARCH_LIST=7.5: no kernel can be built for 75"):
+    with pytest.raises(ArchError, match=r"TORCH_CUDA_ARCH_LIST=7\.5: no kernel can be built for 75"):
         choose(TORCH_CUDA_ARCH_LIST="7.5")
 
 
