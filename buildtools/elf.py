@@ -31,7 +31,7 @@ def read_needs(path: Path) -> Needs:
         raise WheelError(f"{path.name} is not a 64-bit little-endian ELF file", why=f"it begins with {data[:6]!r}")
     try:
         return _read(data)
-    except (struct.error, IndexError, ValueError) as error:
+    except (struct.error, IndexError, ValueError, OverflowError) as error:
         raise WheelError(f"{path.name} is a damaged ELF file: {error}") from None
 
 
@@ -54,6 +54,8 @@ def _read(data: bytes) -> Needs:
                     search_paths.append(_string(data, strings + value))
         elif kind == _SHT_GNU_VERNEED:
             versions += _verneed(data, offset, entries, sections[link][4])
+    if not any(section[1] == _SHT_DYNAMIC for section in sections):
+        raise ValueError("it has no dynamic section")
     return Needs(_MACHINES.get(machine, f"machine {machine}"), tuple(libraries), tuple(versions), tuple(search_paths))
 
 
