@@ -97,6 +97,9 @@ def flash_attn_func(
         softmax_scale = q.shape[3] ** -0.5
     elif isinstance(softmax_scale, Tensor):
         raise ArgumentError("softmax_scale must be a number or None, got a tensor: reading it would stall the GPU.")
+    elif softmax_scale <= 0.0:
+        # The kernels take the largest raw score for the largest score: only a positive scale keeps that order.
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (q * 0, 1.0)
     causal, deterministic = bool(causal), bool(deterministic)
 
     if is_compiling():
