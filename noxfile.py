@@ -307,7 +307,7 @@ def bench_build(session: nox.Session) -> None:
 @nox.session(name="update-pins")
 def update_pins(session: nox.Session) -> None:
     """Writes the lock files again, with the newest versions that matrix.toml and pyproject.toml allow; needs PyPI."""
-    session.install("uv")
+    install_locked(session, TOOLS_LOCK)
     for lock, requirements in lock_inputs().items():
         source = scratch(session, f"{lock.stem}.in")
         source.write_text("\n".join(requirements) + "\n")

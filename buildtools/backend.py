@@ -43,9 +43,8 @@ def get_requires_for_build_sdist(config_settings: _Settings = None) -> list[str]
 def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
     """ninja, and the pinned NVRTC where none is found. Never torch."""
     variables = read_variables(os.environ)
-    if variables.skip_cuda_build:
-        return []
-    _check_platform()
+    if variables.skip_cuda_build or not _can_compile_here():
+        return []  # pip asks on every system before it reads metadata; build_wheel says what is wrong
     from .build import load_tables
     from .nvrtc import find_nvrtc, load_nvrtc
 
@@ -147,8 +146,12 @@ def _built_files(project: Project, variables: Variables) -> tuple[str, dict[str,
     return f"py3-none-{result.platform}", files
 
 
+def _can_compile_here() -> bool:
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
 def _check_platform() -> None:
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+    if not _can_compile_here():
         raise PlatformError(
             f"flash_attn cannot be compiled on {sys.platform} {platform.machine()}",
             why="its host library is for Linux on x86_64 or aarch64",

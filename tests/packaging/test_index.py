@@ -7,39 +7,13 @@ import json
 import subprocess
 import sys
 import urllib.request
-import zipfile
 from pathlib import Path
 
 import pytest
+from packaging_support import PLATFORM, make_wheel
 
 from buildtools.errors import IndexPageError
 from buildtools.index import HTML_TYPE, JSON_TYPE, main, read_distribution, serving, write_index
-
-PLATFORM = "py3-none-manylinux_2_17_x86_64"
-
-
-def make_wheel(
-    folder: Path,
-    version: str = "1.0",
-    tag: str = PLATFORM,
-    *,
-    inside: str | None = None,
-    requires_python: str = ">=3.10",
-) -> Path:
-    """A small wheel of the project `attention-probe`; `inside` is the version its METADATA claims."""
-    path = folder / f"attention_probe-{version}-{tag}.whl"
-    info = f"attention_probe-{version}.dist-info"
-    folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(path, "w") as wheel:
-        wheel.writestr("attention_probe.py", f"version = {version!r}\n")
-        wheel.writestr(
-            f"{info}/METADATA",
-            f"Metadata-Version: 2.1\nName: attention-probe\nVersion: {inside or version}\n"
-            f"Requires-Python: {requires_python}\n",
-        )
-        wheel.writestr(f"{info}/WHEEL", f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}\n")
-        wheel.writestr(f"{info}/RECORD", "")
-    return path
 
 
 def get(url: str, accept: str) -> tuple[str, bytes]:
