@@ -1,0 +1,56 @@
+"""The kernel tests run on a GPU, against the installed wheel: anything else is refused, in one line.
+
+The random cases: ``FLASH_ATTN_TEST_CASES`` of them (200), from seed ``FLASH_ATTN_TEST_SEED`` (0) on.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# `python -m pytest` puts the working directory, hence the source tree, in front of the installed packages.
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
+
+
+def what_is_missing():
+    """Why the tests cannot run here, or None."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if "flash_attn" not in sys.modules and importlib.util.find_spec("flash_attn") is None:
+        return "flash_attn is not installed; install the wheel first: pip install dist/flash_attn-*.whl"
+    import torch
+
+    import flash_attn
+
+    if Path(flash_attn.__file__).resolve().parent == ROOT / "flash_attn":
+        return f"flash_attn is the source tree ({flash_attn.__file__}), and the installed wheel is what is tested"
+    supported, reason = flash_attn.supported("cuda")
+    if not supported:
+        return f"a GPU that the installed wheel supports is needed: {reason}"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} cannot use the GPU"
+    return None
+
+
+def pytest_configure():
+    missing = what_is_missing()
+    if missing is not None:
+        raise pytest.UsageError(f"tests/kernels: {missing}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pool():
+    """Free memory in torch's allocator, for the tests to poison."""
+    from memory import fill_pool
+
+    fill_pool()
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    import torch
+
+    torch.manual_seed(0)

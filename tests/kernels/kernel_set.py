@@ -1,0 +1,44 @@
+"""What the installed wheel holds, by its own index: the tests are made from it, so that a new kernel is tested too."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+import flash_attn
+from flash_attn._buildtools import archive
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One key: ``{op}-{family}-{dtype}-d{head_dim}-{mask}``."""
+
+    key: str
+    op: str
+    family: str
+    dtype: torch.dtype
+    head_dim: int
+    causal: bool
+
+
+def parse(key):
+    op, family, dtype, head_dim, mask = key.split("-")
+    return Kernel(
+        key, op, family, DTYPES[dtype], int(head_dim.removeprefix("d")), {"full": False, "causal": True}[mask]
+    )
+
+
+KERNELS = [parse(key) for key in archive.read(Path(flash_attn.__file__).parent / "flash_attn.kernels").keys]
+
+
+def largest_head_dim(op, dtype, causal):
+    """The largest head dim that was built, 0 if none."""
+    fitting = (k.head_dim for k in KERNELS if (k.op, k.dtype, k.causal) == (op, dtype, causal))
+    return max(fitting, default=0)
+
+
+def variants(op):
+    """The (dtype, causal) pairs that ``op`` was built for."""
+    return sorted({(k.dtype, k.causal) for k in KERNELS if k.op == op}, key=str)

@@ -1,0 +1,190 @@
+"""How the kernels live with the rest of CUDA: graphs, streams, devices, no waiting, and what is not built."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from kernel_set import KERNELS, largest_head_dim, variants
+
+import flash_attn
+from flash_attn import flash_attn_func
+
+BACKWARD = variants("bwd")
+DTYPE, CAUSAL = BACKWARD[0]
+
+
+def tensors(seqlen=500, batch=2, dtype=DTYPE):
+    return [torch.randn(batch, seqlen, heads, 64, device="cuda").to(dtype).requires_grad_() for heads in (4, 2, 2)]
+
+
+def step(inputs, dout, causal=CAUSAL):
+    out = flash_attn_func(*inputs, causal=causal, deterministic=True)
+    return (out, *torch.autograd.grad(out, inputs, dout))
+
+
+def assert_same_bits(found, wanted):
+    for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(a, b), f"result {index} differs by up to {(a - b).abs().max().item():.3g}"
+
+
+@pytest.mark.parametrize(("dtype", "causal"), BACKWARD, ids=str)
+def test_graph_replays_with_new_numbers(dtype, causal):
+    inputs = tensors(dtype=dtype)
+    dout = torch.randn_like(inputs[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(inputs, dout, causal)
+    for _ in range(10):
+        with torch.no_grad():
+            for x in (*inputs, dout):
+                x.normal_()
+        graph.replay()
+        found = [x.detach().clone() for x in captured]
+        assert_same_bits(found, step(inputs, dout, causal))
+
+
+FIRST_CALL_IN_A_CAPTURE = """
+import torch
+from flash_attn import flash_attn_func
+dtype, causal, head_dim, backward = torch.{dtype}, {causal}, {head_dim}, {backward}
+inputs = [torch.randn(2, 300, 4, head_dim, device="cuda", dtype=dtype, requires_grad=backward) for _ in range(3)]
+dout = torch.randn_like(inputs[0])
+def step():
+    out = flash_attn_func(*inputs, causal=causal, deterministic=True)
+    return (out, *(torch.autograd.grad(out, inputs, dout) if backward else ()))
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    captured = step()
+graph.replay()
+torch.cuda.synchronize()
+assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("op", ["fwd", "bwd"])
+def test_first_call_of_a_process_inside_a_capture(op, tmp_path):
+    """Loading the kernels is no part of a capture, and does not end it."""
+    kernel = next(kernel for kernel in KERNELS if kernel.op == op)
+    dtype = str(kernel.dtype).removeprefix("torch.")
+    code = FIRST_CALL_IN_A_CAPTURE.format(
+        dtype=dtype, causal=kernel.causal, head_dim=kernel.head_dim, backward=op == "bwd"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "equal\n", done.stderr
+
+
+def test_runs_on_the_current_stream():
+    """The inputs are written by a stream that is far behind: only its own queue makes the kernels wait for them."""
+    inputs = tensors()
+    dout = torch.randn_like(inputs[0])
+    fresh = [torch.randn_like(x) for x in inputs]
+    wanted = step([x.clone().requires_grad_() for x in fresh], dout)
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        with torch.no_grad():
+            for x, new in zip(inputs, fresh, strict=True):
+                x.copy_(new)
+        found = step(inputs, dout)
+    stream.synchronize()
+    assert_same_bits(found, wanted)
+
+
+def test_never_waits_for_the_gpu():
+    inputs = tensors()
+    dout = torch.randn_like(inputs[0])
+    step(inputs, dout)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        begin = time.perf_counter()
+        step(inputs, dout)
+        taken = time.perf_counter() - begin
+        busy = not torch.cuda.current_stream().query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert busy, f"the GPU was idle when the call returned, after {taken:.3f} s"
+
+
+def test_threads_share_the_kernels():
+    """Many threads call at once, each on its own stream."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    inputs = [x.detach() for x in tensors()]
+    wanted = flash_attn_func(*inputs, causal=CAUSAL)
+    torch.cuda.synchronize()
+
+    def work(_):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                out = flash_attn_func(*inputs, causal=CAUSAL)
+            torch.cuda.current_stream().synchronize()
+            return torch.equal(out, wanted)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(16)))
+
+
+def test_supported():
+    major, minor = torch.cuda.get_device_capability()
+    for device in ("cuda", 0, torch.device("cuda", 0)):
+        answer, reason = flash_attn.supported(device)
+        assert answer is True
+        assert f"{major}.{minor}" in reason
+    answer, reason = flash_attn.supported(torch.cuda.device_count())
+    assert answer is False
+    assert reason
+
+
+def test_doctor_finds_nothing_wrong(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "flash_attn", "doctor"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert torch.cuda.get_device_name() in done.stdout
+    assert all(kernel.key in done.stdout for kernel in KERNELS)
+
+
+@pytest.mark.skipif(largest_head_dim("fwd", DTYPE, CAUSAL) >= 256, reason="every head dim is built")
+def test_a_head_dim_that_was_not_built():
+    """Field case 23: the missing key, what was built, and how to add it."""
+    built = largest_head_dim("fwd", DTYPE, CAUSAL)
+    x = torch.zeros(1, 8, 1, built + 1, device="cuda", dtype=DTYPE)
+    with pytest.raises(RuntimeError) as caught:
+        flash_attn_func(x, x, x, causal=CAUSAL)
+    text = str(caught.value)
+    assert str(built + 1) in text
+    assert "not built" in text
+    assert "FLASH_ATTN_HEAD_DIMS" in text
+    assert any(kernel.key in text for kernel in KERNELS if (kernel.op, kernel.causal) == ("fwd", CAUSAL))
+
+
+def test_mixed_devices_and_dtypes_are_refused():
+    q, k, v = (x.detach() for x in tensors())
+    with pytest.raises(ValueError, match="k must be on q's device: q is on cuda:0, k is on cpu"):
+        flash_attn_func(q, k.cpu(), v)
+    with pytest.raises(ValueError, match=r"v must have q's dtype: q is .*float16, v is torch\.float32"):
+        flash_attn_func(q, k, v.float())
+    with pytest.raises(ValueError, match=r"q must be one of float16, bfloat16 on cuda, got torch\.float32"):
+        flash_attn_func(q.float(), k.float(), v.float())
+
+
+def test_operators_called_directly_check_what_would_corrupt_memory():
+    q, k, v = (x.detach() for x in tensors())
+    fwd = torch.ops.flash_attn.fwd
+    for bad in (
+        (q[:, :, :3], k, v),
+        (q, k[:1], v),
+        (q, k, v[:, :100]),
+        (q, k, v.float()),
+        (q[0], k, v),
+        (q, k, v[..., :8]),
+    ):
+        with pytest.raises(RuntimeError):
+            fwd(*bad, 1.0, False)
