@@ -2,55 +2,92 @@
 //
 // Plain C structs passed by value as the single kernel parameter. Both g++ and NVRTC read this file, so it includes
 // nothing and uses only types whose size is the same on both sides. Strides are in elements; the last dimension is
-// always contiguous and every row starts on 16 bytes.
+// always contiguous and every row starts on 16 bytes. Lengths are below 2^30.
 #pragma once
 
 namespace flash_attn {
 
-// Strides of a (batch, sequence, head, head_dim) tensor.
+// Strides of a (batch, sequence, head, head_dim) tensor; batch is 0 where sequences are packed into (token, head, head_dim).
 struct Strides {
   long long batch;
   long long row;
   long long head;
 };
 
+// Where the sequences of a batch lie. All null: every sequence has seqlen_q queries and seqlen_k keys of its own slab.
+struct Sequences {
+  const int* cu_seqlens_q;  // (B + 1): first row of each sequence in packed queries
+  const int* cu_seqlens_k;  // (B + 1): the same of packed keys
+  const int* seqused_q;     // (B): the queries of each sequence that count, from its first row on
+  const int* seqused_k;     // (B): the same of keys
+  const int* leftpad_k;     // (B): keys of each sequence that are skipped, at its beginning
+};
+
+// What happens to the scores besides scaling. Read by the kernels of mask kind `general` alone.
+struct ScoreModifiers {
+  int window_left;    // query i sees keys from i + Sk - Sq - window_left; kUnlimited for no bound
+  int window_right;   // and up to i + Sk - Sq + window_right
+  int chunk;          // keys of the query's own chunk of this many positions; 0: none
+  float softcap;      // c > 0: s becomes c tanh(s / c)
+  const float* alibi_slopes;  // (B, H) or (H), fp32: s - slope |i + Sk - Sq - j|; null: none
+  long long alibi_batch_stride;
+  const float* sink;  // (H), fp32: a further logit of each row without a value; null: none
+  // Dropout: keep where random >= drop_threshold, scaled by keep_scale. Null: none.
+  const unsigned long long* rng_state;  // seed, offset, in device memory
+  unsigned drop_threshold;              // dropout_p 2^32
+  float keep_scale;                     // 1 / (1 - dropout_p)
+};
+constexpr int kUnlimited = (1 << 30) - 1;
+
 // flash_fwd: O = softmax(scale * Q K^T) V and its log-sum-exp.
 struct FwdParams {
   const void* q;  // (B, Sq, H, D)
   const void* k;  // (B, Sk, Hk, D)
-  const void* v;  // (B, Sk, Hk, D)
-  void* out;      // (B, Sq, H, D)
-  float* lse;     // (B, H, Sq), contiguous, natural logarithm
+  const void* v;  // (B, Sk, Hk, Dv)
+  void* out;      // (B, Sq, H, Dv)
+  float* lse;     // (B, H, Sq) or packed (H, T), natural logarithm
   Strides q_stride, k_stride, v_stride, out_stride;
+  long long lse_batch_stride;  // 0 if packed
+  long long lse_head_stride;
+  Sequences sequences;
+  ScoreModifiers modifiers;
   int batch;
   int heads;
   int heads_kv;
   int group;  // query heads per KV head: heads / heads_kv
-  int seqlen_q;
+  int seqlen_q;  // the longest, if they differ
   int seqlen_k;
-  int head_dim;  // D as the caller has it, a multiple of 8, at most FA_HEAD_DIM
-  int blocks_m;  // ceil(seqlen_q / block_m)
-  float scale;       // softmax scale
+  int head_dim;    // D as the caller has it, a multiple of 8, at most FA_HEAD_DIM
+  int head_dim_v;  // Dv, likewise
+  int blocks_m;    // ceil(seqlen_q / block_m)
+  float scale;       // softmax scale, positive
   float scale_log2;  // scale * log2(e): the softmax works in base 2
 };
 
 // flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess, launched in this order on one stream.
 struct BwdParams {
-  const void* dout;  // (B, Sq, H, D)
+  const void* dout;  // (B, Sq, H, Dv)
   const void* q;
   const void* k;
   const void* v;
-  const void* out;   // (B, Sq, H, D), the forward's result
-  const float* lse;  // (B, H, Sq), the forward's
+  const void* out;   // (B, Sq, H, Dv), the forward's result
+  const float* lse;  // the forward's
+  const float* dlse;  // gradient of lse, laid out as lse; null: zero
   void* dq;          // (B, Sq, H, D)
   void* dk;          // (B, Sk, Hk, D)
-  void* dv;          // (B, Sk, Hk, D)
-  // Workspaces; Sq_r = blocks_m * block_m. Written by preprocess, which also zeroes dq_accum and dq_semaphore.
-  float* dq_accum;    // (B, H, Sq_r, FA_HEAD_DIM) in the register order of flash_bwd's dQ tiles
-  float* lse_log2;    // (B, H, Sq_r), lse * log2(e); +inf where a row is padding or sees no key
-  float* delta;       // (B, H, Sq_r), rowsum(dO * O)
-  int* dq_semaphore;  // (B, H, blocks_m), the key block whose turn it is (deterministic only)
+  void* dv;          // (B, Sk, Hk, Dv)
+  // Workspaces in tiles of block_m rows: tile h * total_tiles + first(b) + m holds rows m * block_m and up of sequence b,
+  // where first(b) is b * blocks_m, or cu_seqlens_q[b] / block_m + b if packed. Written by preprocess, which also zeroes
+  // dq_accum and dq_semaphore.
+  float* dq_accum;    // (tiles, block_m, FA_HEAD_DIM) in the register order of flash_bwd's dQ tiles
+  float* lse_log2;    // (tiles, block_m), lse * log2(e); +inf where a row is padding or sees no key
+  float* delta;       // (tiles, block_m), rowsum(dO * O) - dlse
+  int* dq_semaphore;  // (tiles), the key block whose turn it is (deterministic only)
   Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
+  long long lse_batch_stride;
+  long long lse_head_stride;
+  Sequences sequences;
+  ScoreModifiers modifiers;
   int batch;
   int heads;
   int heads_kv;
@@ -58,8 +95,10 @@ struct BwdParams {
   int seqlen_q;
   int seqlen_k;
   int head_dim;
-  int blocks_m;  // ceil(seqlen_q / block_m)
-  int blocks_n;  // ceil(seqlen_k / block_n)
+  int head_dim_v;
+  int blocks_m;     // ceil(seqlen_q / block_m)
+  int blocks_n;     // ceil(seqlen_k / block_n)
+  int total_tiles;  // batch * blocks_m, or total_q / block_m + batch if packed
   int deterministic;  // 1: key blocks add to a dQ tile in ascending order
   float scale;
   float scale_log2;

@@ -102,6 +102,13 @@ __device__ __forceinline__ float log2(float x) {
   return y;
 }
 
+// tanh.approx: 2^-11 relative error.
+__device__ __forceinline__ float tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 __device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }

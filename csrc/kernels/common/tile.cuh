@@ -28,32 +28,31 @@ __device__ __forceinline__ unsigned swizzled(int row, int chunk) {
 
 // Copies a tile of kRows x kColumns between device and shared memory. Eight threads serve the 128 bytes of one panel row,
 // and a thread's rows are a multiple of 8 apart: its place in the swizzle never changes, and all offsets are immediates.
+// The last panel may be half used; it is loaded whole, with zeros.
 template <int kRows, int kColumns, int kThreads>
 struct Copy {
-  static constexpr int kPanels = kColumns / kPanelColumns;
+  static constexpr int kPanels = (kColumns + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kRowStep = kThreads / 8;
   static constexpr int kPasses = kRows / kRowStep;
   static constexpr int kPanelBytes = kRows * kRowBytes;
-  static_assert(kColumns % kPanelColumns == 0 && kRows % kRowStep == 0 && kRowStep % 8 == 0);
+  static constexpr int kBytes = kPanels * kPanelBytes;
+  static_assert(kRows % kRowStep == 0 && kRowStep % 8 == 0);
 
-  int row;                  // first row of this thread
-  unsigned offset;          // its place in the tile
-  unsigned bytes[kPanels];  // 16, or 0 where the chunk lies past the head dimension
+  int row;          // first row of this thread
+  int column;       // its first column in a panel
+  unsigned offset;  // its place in the tile
 
-  __device__ __forceinline__ Copy(int thread, int head_dim) {
+  __device__ __forceinline__ explicit Copy(int thread) {
     row = thread / 8;
-    const int chunk = thread % 8;
-    offset = swizzled(row, chunk);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      bytes[panel] = panel * kPanelColumns + chunk * 8 < head_dim ? 16 : 0;
-    }
+    column = thread % 8 * 8;
+    offset = swizzled(row, thread % 8);
   }
 
-  // Starts the copy of rows [0, kRows) from `source` (this thread's first row and chunk); with kTail, rows from `valid`
-  // on are zeros and are not read.
+  // Starts the copy of rows [0, kRows) and columns [0, columns) from `source` (this thread's first row and chunk); the
+  // rest is zeros. With kTail, so are rows from `valid` on, which are not read.
   template <bool kTail>
-  __device__ __forceinline__ void load(unsigned tile, const char* source, long long row_bytes, int valid) const {
+  __device__ __forceinline__ void load(unsigned tile, const char* source, long long row_bytes, int columns,
+                                       int valid) const {
     const long long step = row_bytes * kRowStep;
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -62,19 +61,20 @@ struct Copy {
       for (int panel = 0; panel < kPanels; ++panel) {
         // A chunk past the tensor is never read; its address may be anything.
         ptx::cp_async_16(tile + offset + panel * kPanelBytes + pass * kRowStep * kRowBytes, source + panel * kRowBytes,
-                         inside ? bytes[panel] : 0);
+                         inside && column + panel * kPanelColumns < columns ? 16 : 0);
       }
       source += step;
     }
   }
 
-  // Writes the tile's rows below `valid` to `destination` (this thread's first row and chunk), up to head_dim.
-  __device__ __forceinline__ void store(unsigned tile, char* destination, long long row_bytes, int valid) const {
+  // Writes the tile's rows below `valid` and columns below `columns` to `destination` (this thread's first row and chunk).
+  __device__ __forceinline__ void store(unsigned tile, char* destination, long long row_bytes, int columns,
+                                        int valid) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        if (row + pass * kRowStep < valid && bytes[panel] != 0) {
+        if (row + pass * kRowStep < valid && column + panel * kPanelColumns < columns) {
           *reinterpret_cast<uint4*>(destination + panel * kRowBytes) =
               ptx::load_shared_16(tile + offset + panel * kPanelBytes + pass * kRowStep * kRowBytes);
         }
@@ -89,6 +89,11 @@ __device__ __forceinline__ const char* source(const void* tensor, const flash_at
                                               int head, long long row, int thread) {
   return static_cast<const char*>(tensor) +
          2 * (batch * stride.batch + head * stride.head + row * stride.row + thread % 8 * 8);
+}
+
+__device__ __forceinline__ char* destination(void* tensor, const flash_attn::Strides& stride, int batch, int head,
+                                             long long row, int thread) {
+  return const_cast<char*>(source(tensor, stride, batch, head, row, thread));
 }
 
 // Addresses for ldmatrix.x4 into a tile, which starts on 1,024 bytes. Lane rows are a multiple of 8 from the tile's start,

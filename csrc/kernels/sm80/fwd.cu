@@ -7,11 +7,16 @@
 // The softmax works in base 2. Its running maximum is lazy: as long as no score of the warp exceeds the maximum in use by
 // more than 2^kSlack, it stays, and with it the accumulator and the sum. One vote takes the place of the quad reductions,
 // the rescaling is skipped, and the result is the same, because the final division uses the same maximum.
+#include "common/dropout.cuh"
+#include "common/problem.cuh"
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "params.h"
 
 namespace {
+
+using problem::kCausal;
+using problem::kGeneral;
 
 constexpr int kHeadDim = FA_HEAD_DIM;
 constexpr int kBlockM = FA_BLOCK_M;
@@ -19,7 +24,6 @@ constexpr int kBlockN = FA_BLOCK_N;
 constexpr int kWarps = FA_WARPS;
 constexpr int kStages = FA_STAGES;  // 1: K and V of one block; 2: the next block is fetched during the whole step
 constexpr bool kBf16 = FA_BF16;
-constexpr bool kCausal = FA_CAUSAL;
 constexpr bool kQueryInRegisters = FA_Q_IN_REGS;
 
 constexpr int kThreads = kWarps * 32;
@@ -27,14 +31,13 @@ constexpr int kRowTiles = kBlockM / (16 * kWarps);  // 16-row tiles of a warp
 constexpr int kKeyTiles = kBlockN / 8;              // 8-column tiles of S
 constexpr int kDimTiles = kHeadDim / 8;             // 8-column tiles of O
 constexpr float kSlack = 8.0f;
-
-constexpr int kQueryBytes = kBlockM * kHeadDim * 2;
-constexpr int kKeyBytes = kBlockN * kHeadDim * 2;
-static_assert(kQueryBytes + 2 * kStages * kKeyBytes == FA_SMEM_BYTES, "kernels.toml: smem of fwd");
-static_assert(kRowTiles * 16 * kWarps == kBlockM && kStages <= 2);
+constexpr float kLog2e = 1.4426950408889634074f;
+constexpr float kLn2 = 0.69314718055994530942f;
 
 using QueryCopy = tile::Copy<kBlockM, kHeadDim, kThreads>;
 using KeyCopy = tile::Copy<kBlockN, kHeadDim, kThreads>;
+static_assert(QueryCopy::kBytes + 2 * kStages * KeyCopy::kBytes == FA_SMEM_BYTES, "kernels.toml: smem of fwd");
+static_assert(kRowTiles * 16 * kWarps == kBlockM && (kStages == 1 || kStages == 2));
 
 extern __shared__ __align__(1024) char shared_memory[];
 
@@ -45,25 +48,73 @@ struct State {
   float row_sum[kRowTiles][2];  // over this thread's columns only, until the end
 };
 
-// P = exp2(scale_log2 S - row_max) in place, and what that does to the state. `limit` is the last visible column of
-// this thread's first row, counted from its first column of the block.
+// Softcap and ALiBi: raw scores become scores in base 2. `query` is this thread's first row, `key` its first column.
+__device__ __forceinline__ void modify_scores(float (&s)[kRowTiles][kKeyTiles][4], const flash_attn::FwdParams& p,
+                                              float slope_log2, int shift, int query, int key) {
+  if (p.modifiers.softcap > 0.0f) {
+    const float in = p.scale / p.modifiers.softcap;
+    const float out = p.modifiers.softcap * kLog2e;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] = ptx::tanh(s[i][j][e] * in) * out;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[i][j][e] *= p.scale_log2;
+      }
+    }
+  }
+  if (p.modifiers.alibi_slopes != nullptr) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int distance = query + 16 * i + e / 2 * 8 + shift - (key + 8 * j + e % 2);
+          s[i][j][e] -= slope_log2 * fabsf(static_cast<float>(distance));
+        }
+      }
+    }
+  }
+}
+
+// Hides what the mask hides. `query` and `key` as above.
+__device__ __forceinline__ void apply_mask(float (&s)[kRowTiles][kKeyTiles][4], const problem::Mask& mask, int query,
+                                           int key) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = query + 16 * i + 8 * half;
+      const int last = mask.last(row) - key;
+      const int first = mask.first(row) - key;
+#pragma unroll
+      for (int j = 0; j < kKeyTiles; ++j) {
+        if (8 * j > last || (kGeneral && 8 * j < first)) s[i][j][2 * half] = ptx::kMinusInfinity;
+        if (8 * j + 1 > last || (kGeneral && 8 * j + 1 < first)) s[i][j][2 * half + 1] = ptx::kMinusInfinity;
+      }
+    }
+  }
+}
+
+// P = exp2(scale_log2 S - row_max) in place, and what that does to the state. With kMasked, scores may be -inf.
 template <bool kMasked>
-__device__ __forceinline__ void softmax(State& state, float (&s)[kRowTiles][kKeyTiles][4], float scale_log2,
-                                        int limit) {
+__device__ __forceinline__ void softmax(State& state, float (&s)[kRowTiles][kKeyTiles][4], float scale_log2) {
   float block_max[kRowTiles][2];
   bool grows = false;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kMasked) {
-        const int last = limit + (kCausal ? 16 * i + 8 * half : 0);
-#pragma unroll
-        for (int j = 0; j < kKeyTiles; ++j) {
-          if (8 * j > last) s[i][j][2 * half] = ptx::kMinusInfinity;
-          if (8 * j + 1 > last) s[i][j][2 * half + 1] = ptx::kMinusInfinity;
-        }
-      }
       float m = fmaxf(s[i][0][2 * half], s[i][0][2 * half + 1]);
 #pragma unroll
       for (int j = 1; j < kKeyTiles; ++j) m = fmaxf(m, fmaxf(s[i][j][2 * half], s[i][j][2 * half + 1]));
@@ -112,6 +163,28 @@ __device__ __forceinline__ void softmax(State& state, float (&s)[kRowTiles][kKey
   }
 }
 
+// Zeroes the probabilities that dropout drops; the sum of the row has counted them.
+__device__ __forceinline__ void drop(float (&s)[kRowTiles][kKeyTiles][4], const dropout::Generator& generator,
+                                     unsigned threshold, int query, int key) {
+  unsigned rows[kRowTiles][2];
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+    rows[i][0] = generator.row(query + 16 * i);
+    rows[i][1] = generator.row(query + 16 * i + 8);
+  }
+#pragma unroll
+  for (int j = 0; j < kKeyTiles; ++j) {
+    const unsigned columns[2] = {generator.column(key + 8 * j), generator.column(key + 8 * j + 1)};
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (dropout::random(rows[i][e / 2], columns[e % 2]) < threshold) s[i][j][e] = 0.0f;
+      }
+    }
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
@@ -127,47 +200,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
   const int batch = head_index / p.heads;
   const int head = head_index - batch * p.heads;
   const int first_row = block_m * kBlockM;
-  const int rows = p.seqlen_q - first_row;    // of this block that exist, if fewer than kBlockM
-  const int shift = p.seqlen_k - p.seqlen_q;  // row i sees keys up to i + shift
+  const problem::Sequence sequence(p, batch);
+  const int rows = sequence.seqlen_q - first_row;  // of this block that exist, if fewer than kBlockM
+  if (rows <= 0) return;
+  const problem::Mask mask(sequence, p.modifiers);
 
-  // Key blocks [0, blocks_n) hold visible keys; those from blocks_full on need a mask.
-  int keys = p.seqlen_k;
-  int keys_full = p.seqlen_k;
-  if constexpr (kCausal) {
-    keys = max(0, min(keys, first_row + kBlockM + shift));
-    keys_full = max(0, min(keys_full, first_row + shift + 1));
-  }
-  const int blocks_n = (keys + kBlockN - 1) / kBlockN;
-  const int blocks_full = keys_full / kBlockN;
+  // Key blocks [blocks_first, blocks_last) hold visible keys; those in [full_first, full_last) need no mask.
+  const int last_row = min(first_row + kBlockM, sequence.seqlen_q) - 1;
+  const int blocks_last = max(0, mask.last(last_row) + kBlockN) / kBlockN;
+  const int full_last = max(0, mask.last(first_row) + 1) / kBlockN;
+  const int blocks_first = kGeneral ? mask.first(first_row) / kBlockN : 0;
+  const int full_first = kGeneral ? (mask.first(last_row) + kBlockN - 1) / kBlockN : 0;
 
   const unsigned shared = ptx::shared_address(shared_memory);
-  const unsigned shared_k = shared + kQueryBytes;
-  const unsigned shared_v = shared_k + kStages * kKeyBytes;
-  const QueryCopy query_copy(thread, p.head_dim);
-  const KeyCopy key_copy(thread, p.head_dim);
+  const unsigned shared_k = shared + QueryCopy::kBytes;
+  const unsigned shared_v = shared_k + kStages * KeyCopy::kBytes;
+  const QueryCopy query_copy(thread);
+  const KeyCopy key_copy(thread);
   const long long k_row_bytes = 2 * p.k_stride.row;
   const long long v_row_bytes = 2 * p.v_stride.row;
   // Sources of the key block to fetch next; the walk goes down.
-  const char* k_source = tile::source(p.k, p.k_stride, batch, head / p.group,
-                                      (blocks_n - 1) * static_cast<long long>(kBlockN) + key_copy.row, thread);
-  const char* v_source = tile::source(p.v, p.v_stride, batch, head / p.group,
-                                      (blocks_n - 1) * static_cast<long long>(kBlockN) + key_copy.row, thread);
+  const long long first_key = sequence.k_row + (blocks_last - 1) * static_cast<long long>(kBlockN) + key_copy.row;
+  const char* k_source = tile::source(p.k, p.k_stride, batch, head / p.group, first_key, thread);
+  const char* v_source = tile::source(p.v, p.v_stride, batch, head / p.group, first_key, thread);
   auto load_k = [&](int n, auto tail) {
-    key_copy.load<decltype(tail)::value>(shared_k + (n & (kStages - 1)) * kKeyBytes, k_source, k_row_bytes,
-                                         p.seqlen_k - n * kBlockN);
+    key_copy.load<decltype(tail)::value>(shared_k + (n & (kStages - 1)) * KeyCopy::kBytes, k_source, k_row_bytes,
+                                         p.head_dim, sequence.seqlen_k - n * kBlockN);
     k_source -= k_row_bytes * kBlockN;
   };
   auto load_v = [&](int n, auto tail) {
-    key_copy.load<decltype(tail)::value>(shared_v + (n & (kStages - 1)) * kKeyBytes, v_source, v_row_bytes,
-                                         p.seqlen_k - n * kBlockN);
+    key_copy.load<decltype(tail)::value>(shared_v + (n & (kStages - 1)) * KeyCopy::kBytes, v_source, v_row_bytes,
+                                         p.head_dim_v, sequence.seqlen_k - n * kBlockN);
     v_source -= v_row_bytes * kBlockN;
   };
 
   State state;
-  // Last visible key of this thread's first row, less its first column. Under a causal mask no row of the tensor sees past
-  // seqlen_k; rows after the tensor see zeros.
-  const int visible =
-      (kCausal ? first_row + warp * kRowTiles * 16 + lane / 4 + shift : p.seqlen_k - 1) - lane % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -182,15 +249,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
     }
   }
 
-  const tile::Fragment<true> query_fragment(shared + warp * kRowTiles * 16 * tile::kRowBytes, lane);
-  if (blocks_n > 0) {
+  if (blocks_last > blocks_first) {
     query_copy.load<true>(
-        shared, tile::source(p.q, p.q_stride, batch, head, first_row + query_copy.row, thread),
-        2 * p.q_stride.row, rows);
-    load_k(blocks_n - 1, tile::True{});
-    if constexpr (kStages == 2) load_v(blocks_n - 1, tile::True{});
+        shared, tile::source(p.q, p.q_stride, batch, head, sequence.q_row + first_row + query_copy.row, thread),
+        2 * p.q_stride.row, p.head_dim, rows);
+    load_k(blocks_last - 1, tile::True{});
+    if constexpr (kStages == 2) load_v(blocks_last - 1, tile::True{});
     ptx::cp_async_commit();
 
+    const tile::Fragment<true> query_fragment(shared + warp * kRowTiles * 16 * tile::kRowBytes, lane);
     unsigned query[kQueryInRegisters ? kHeadDim / 16 : 1][kRowTiles][4];
     if constexpr (kQueryInRegisters) {
       ptx::cp_async_wait<0>();
@@ -202,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       }
     }
 
+    // kMasked: the block may hold hidden keys, or end after the last one. The general kernel finds out at run time.
     auto step = [&](int n, auto masked) {
       constexpr bool kMasked = decltype(masked)::value;
       // K of block n has arrived, and all warps are done with block n + 1.
@@ -209,13 +277,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       __syncthreads();
       if constexpr (kStages == 1) {
         load_v(n, masked);
-      } else if (n > 0) {
+      } else if (n > blocks_first) {
         load_k(n - 1, tile::False{});
         load_v(n - 1, tile::False{});
       }
       ptx::cp_async_commit();
 
-      const unsigned stage = (n & (kStages - 1)) * kKeyBytes;
+      const unsigned stage = (n & (kStages - 1)) * KeyCopy::kBytes;
       const tile::Fragment<false> k_fragment(shared_k + stage, lane);
       float s[kRowTiles][kKeyTiles][4];
 #pragma unroll
@@ -250,11 +318,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
         // V has arrived, and all warps are done with K.
         ptx::cp_async_wait<0>();
         __syncthreads();
-        if (n > 0) load_k(n - 1, tile::False{});
+        if (n > blocks_first) load_k(n - 1, tile::False{});
         ptx::cp_async_commit();
       }
 
-      softmax<kMasked>(state, s, p.scale_log2, visible - n * kBlockN);
+      const int query_row = first_row + warp * kRowTiles * 16 + lane / 4;
+      const int key = n * kBlockN + lane % 4 * 2;
+      if constexpr (kGeneral) {
+        const flash_attn::ScoreModifiers& m = p.modifiers;
+        const float slope =
+            m.alibi_slopes != nullptr ? m.alibi_slopes[batch * m.alibi_batch_stride + head] * kLog2e : 0.0f;
+        modify_scores(s, p, slope, mask.shift, query_row, key);
+        if (n >= full_last || n < full_first) apply_mask(s, mask, query_row, key);
+        softmax<true>(state, s, 1.0f);
+        if (m.rng_state != nullptr) {
+          drop(s, dropout::Generator(m.rng_state, batch, head, p.heads), m.drop_threshold, query_row, key);
+        }
+      } else {
+        if constexpr (kMasked) apply_mask(s, mask, query_row, key);
+        softmax<kMasked>(state, s, p.scale_log2);
+      }
 
       const tile::Fragment<true> v_fragment(shared_v + stage, lane);
 #pragma unroll
@@ -280,14 +363,26 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       }
     };
 
-    int n = blocks_n - 1;
-    for (; n >= blocks_full; --n) step(n, tile::True{});
-    for (; n >= 0; --n) step(n, tile::False{});
+    int n = blocks_last - 1;
+    if constexpr (!kGeneral) {
+      for (; n >= full_last; --n) step(n, tile::True{});
+      for (; n >= 0; --n) step(n, tile::False{});
+    } else {
+      for (; n >= blocks_first; --n) step(n, tile::True{});
+    }
     // The output takes the place of Q; each warp writes over rows that only it has read.
     ptx::cp_async_wait<0>();
     __syncwarp();
   }
 
+  // The sink is one more logit of each row, with no value behind it.
+  float sink = ptx::kMinusInfinity;
+  float keep_scale = 1.0f;
+  if constexpr (kGeneral) {
+    if (p.modifiers.sink != nullptr) sink = p.modifiers.sink[head] * kLog2e;
+    if (p.modifiers.rng_state != nullptr) keep_scale = p.modifiers.keep_scale;
+  }
+  float* const lse = p.lse + batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_row + first_row;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -295,12 +390,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       float sum = state.row_sum[i][half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      float row_max = state.row_max[i][half];
+      float factor = 1.0f;
+      if constexpr (kGeneral) {
+        const float m = fmaxf(row_max, sink);
+        if (m != ptx::kMinusInfinity) {
+          factor = ptx::exp2(row_max - m);
+          sum = fmaf(sum, factor, ptx::exp2(sink - m));
+        }
+        row_max = m;
+      }
       const int row = (warp * kRowTiles + i) * 16 + half * 8 + lane / 4;
-      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      const float inverse = sum == 0.0f ? 0.0f : factor * keep_scale / sum;
       if (lane % 4 == 0 && row < rows) {
-        constexpr float kLn2 = 0.69314718055994530942f;
-        p.lse[static_cast<long long>(head_index) * p.seqlen_q + first_row + row] =
-            sum == 0.0f ? ptx::kMinusInfinity : (state.row_max[i][half] + ptx::log2(sum)) * kLn2;
+        lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (row_max + ptx::log2(sum)) * kLn2;
       }
 #pragma unroll
       for (int j = 0; j < kDimTiles; ++j) {
@@ -311,8 +414,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
     }
   }
   __syncthreads();
-  query_copy.store(
-      shared,
-      const_cast<char*>(tile::source(p.out, p.out_stride, batch, head, first_row + query_copy.row, thread)),
-      2 * p.out_stride.row, rows);
+  query_copy.store(shared,
+                   tile::destination(p.out, p.out_stride, batch, head, sequence.q_row + first_row + query_copy.row,
+                                     thread),
+                   2 * p.out_stride.row, p.head_dim_v, rows);
 }
