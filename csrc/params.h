@@ -104,4 +104,73 @@ struct BwdParams {
   float scale_log2;
 };
 
+// Keys and values in pages of page_size rows; a null table: in slabs, one a sequence.
+struct Pages {
+  const int* block_table;  // (B, pages of a sequence): the page that holds rows i * page_size and up
+  long long table_batch_stride;
+  int page_size;
+  int page_count;  // pages there are; a table entry outside [0, page_count) is never followed
+};
+
+// flash_decode: attention of few queries with a KV cache, and flash_combine, which joins its splits. The query heads of a
+// KV head and the query tokens are packed into rows: row r is token r / group, head r % group of its KV head.
+struct DecodeParams {
+  const void* q;  // (B, Sq, H, D)
+  const void* k;  // (Bc, capacity, Hk, D), or (pages, page_size, Hk, D)
+  const void* v;  // likewise, Dv
+  void* out;      // (B, Sq, H, Dv)
+  float* lse;     // (B, H, Sq)
+  float* partial_out;  // (splits, B, H, Sq, Dv), normalised within the split; unused with one split
+  float* partial_lse;  // (splits, B, H, Sq), base 2
+  Strides q_stride, k_stride, v_stride, out_stride;
+  Sequences sequences;         // seqused_k: the length of each cache, new keys included; leftpad_k
+  const int* cache_batch_idx;  // (B): the slab of each sequence; null: its own
+  Pages pages;
+  ScoreModifiers modifiers;  // no dropout
+  int batch;
+  int heads;
+  int heads_kv;
+  int group;
+  int seqlen_q;
+  int seqlen_k;  // capacity
+  int head_dim;
+  int head_dim_v;
+  int row_tiles;  // ceil(group * seqlen_q / block_m)
+  int splits;
+  float scale;
+  float scale_log2;
+};
+
+// flash_rotary: copies rows, rotated by their position or not, to their place: into a KV cache, or anywhere.
+struct RotaryTask {
+  const void* source;  // (B, S, H, D), or packed
+  void* destination;
+  Strides source_stride, destination_stride;
+  int seqlen;    // rows of a sequence, the longest if packed
+  int heads;
+  int head_dim;
+  int rotate;     // 0: copy
+  int same_position;  // 1: every row has its sequence's offset as position
+  int to_cache;   // 1: row i goes to row offset + i of the cache
+};
+struct RotaryParams {
+  RotaryTask task[3];
+  int tasks;
+  const void* cos;  // (positions, rotary_dim / 2), contiguous, of the data's dtype, or fp32
+  const void* sin;
+  int positions;
+  int rotary_dim;  // even, at most head_dim
+  int interleaved;  // 1: pairs (0, 1), (2, 3), ...; 0: (0, rotary_dim / 2), ...
+  int conjugate;    // 1: rotate back, for the backward pass
+  int table_fp32;   // dtype of cos and sin
+  const int* offsets;  // (B): position of each sequence's first row; null: offset
+  int offset;
+  const int* cu_seqlens;  // (B + 1): packed sources
+  const int* leftpad;     // (B): rows of the cache before position 0
+  const int* cache_batch_idx;
+  Pages pages;
+  int capacity;  // rows of the cache a sequence can have; rows past it are dropped
+  int batch;
+};
+
 }  // namespace flash_attn

@@ -142,6 +142,20 @@ __device__ __forceinline__ void red_add_4(float* address, const float (&v)[4]) {
 #endif
 }
 
+// 9.7.13.13 griddepcontrol: lets a kernel that was launched as a programmatic dependent start, and makes such a kernel wait
+// for the memory of the one before it. Nothing before sm_90, where launches simply follow one another.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_on_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // 8.7 memory consistency: an acquire load and a release store at device scope, for a lock between thread blocks.
 __device__ __forceinline__ int load_acquire(const int* address) {
   int v;
