@@ -21,12 +21,15 @@ MAGIC = b"FLASHKS\0"
 VERSION = 1
 ALIGNMENT = 64
 _HEADER = struct.Struct("<8sIIII40s")
-_RECORD = struct.Struct("<64s8sIIIIIIQQ16x")
+_RECORD = struct.Struct("<64s8sIIIIIIQQI12x")
 
 
 @dataclass(frozen=True)
 class Record:
-    """One kernel for one arch. `threads` and `smem_bytes` are what a launch needs; `registers` is 0 for PTX."""
+    """One kernel for one arch. `threads`, `smem_bytes` and `split` are what a launch needs; `registers` is 0 for PTX.
+
+    `split` is 1 where flash_bwd has two thread blocks for each key block.
+    """
 
     key: str
     arch: str
@@ -36,6 +39,7 @@ class Record:
     threads: int
     smem_bytes: int
     registers: int
+    split: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def pack(compiler: str, kernels: Iterable[tuple[Record, bytes]]) -> bytes:
         records.append(
             _RECORD.pack(
                 _field(record.key, 64), _field(record.arch, 8), record.head_dim, record.block_m, record.block_n,
-                record.threads, record.smem_bytes, record.registers, offset, len(image),
+                record.threads, record.smem_bytes, record.registers, offset, len(image), record.split,
             )
         )  # fmt: skip
         offset += len(image)
@@ -99,11 +103,11 @@ def unpack(data: bytes, name: str = FILE_NAME) -> Archive:
     records, images = [], []
     previous = (b"", b"")
     for index in range(count):
-        key, arch, *numbers, offset, size = _RECORD.unpack_from(data, _HEADER.size + index * record_size)
+        key, arch, *numbers, offset, size, split = _RECORD.unpack_from(data, _HEADER.size + index * record_size)
         if (key, arch) <= previous:
             raise ArchiveError(f"{name}: record {index} is out of order")
         previous = (key, arch)
-        record = Record(_text(key, name), _text(arch, name), *numbers)
+        record = Record(_text(key, name), _text(arch, name), *numbers, split)
         if offset % ALIGNMENT or offset < _HEADER.size + count * record_size or offset + size > len(data):
             raise ArchiveError(
                 f"{name} is damaged: kernel {record.key} for arch {record.arch} is said to be at {offset}, "

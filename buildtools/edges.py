@@ -79,6 +79,7 @@ def pack_job(job: Path) -> None:
             threads=kernel.threads,
             smem_bytes=kernel.smem_bytes,
             registers=described.registers if described else 0,
+            split=kernel.split,
         )
         packed.append((record, (folder / f"{name}.image").read_bytes()))
         reports.append((kernel, report))

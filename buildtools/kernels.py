@@ -20,8 +20,9 @@ from .errors import ArchError, SharedMemoryError, SubsetError, TableError, neare
 
 OPS = ("fwd", "bwd")
 DTYPES = ("fp16", "bf16")
-MASKS = ("full", "causal")
+MASKS = ("full", "causal", "general")  # FA_MASK is the place of the row's mask in this tuple
 REQUIRED_TILES = ("block_m", "block_n", "warps", "stages", "min_blocks")
+SPLIT = "split"  # 1: two thread blocks serve each key block of bwd; the archive tells the host library
 
 _TOP_KEYS = ("version", "archs", "families", "kernel")
 _ARCH_KEYS = ("smem", "like")
@@ -31,7 +32,7 @@ _KERNEL_KEYS = (
 )  # fmt: skip
 _OVERRIDE_KEYS = ("dtypes", "head_dims", "masks", "archs", "tiles", "allow_spills")
 _SPILL_KEYS = ("bytes", "reason")
-_RESERVED_MACROS = ("head_dim", "bf16", "causal", "smem_bytes")
+_RESERVED_MACROS = ("head_dim", "bf16", "mask", "smem_bytes")
 _MAX_KEY = 63  # char key[64] of the archive, NUL included
 
 
@@ -138,6 +139,10 @@ class Kernel:
     def threads(self) -> int:
         return 32 * self.tiles["warps"]
 
+    @property
+    def split(self) -> int:
+        return self.tiles.get(SPLIT, 0)
+
 
 @dataclass(frozen=True)
 class KernelTable:
@@ -182,7 +187,7 @@ class KernelTable:
         macros = {
             "head_dim": row.head_dim,
             "bf16": int(row.dtype == "bf16"),
-            "causal": int(row.mask == "causal"),
+            "mask": MASKS.index(row.mask),
             "smem_bytes": smem_bytes,
             **tiles,
         }
@@ -480,6 +485,8 @@ def _constant(key: str, value: Any, where: str) -> int:
         number = int(expect(value, int, f"{where}.{key}"))
         if number < 0:
             raise TableError(f"{where}.{key} = {number} is negative")
+    if key == SPLIT and number > 1:
+        raise TableError(f"{where}.{SPLIT} = {number} is neither 0 nor 1")
     if key == "warps" and number > 32:
         raise TableError(f"{where}.warps = {number}", why="a block has at most 1,024 threads, 32 warps")
     return number

@@ -96,14 +96,14 @@ tools = ["pytest"]
 FWD = """\
 #include "common/twice.cuh"
 static_assert(FA_SMEM_BYTES == (FA_BLOCK_M + 2 * FA_STAGES * FA_BLOCK_N) * FA_HEAD_DIM * 2, "smem");
-static_assert(FA_BF16 == 1 && FA_CAUSAL == 0, "row");
+static_assert(FA_BF16 == 1 && FA_MASK == 0, "row");
 extern "C" __global__ void __launch_bounds__(32 * FA_WARPS, FA_MIN_BLOCKS) flash_fwd(Params p) {
   p.x[threadIdx.x] = twice(p.x[threadIdx.x]);
 }
 """
 BWD = """\
 #include "params.h"
-extern "C" __global__ void flash_bwd(Params p) { p.x[threadIdx.x] += FA_CAUSAL; }
+extern "C" __global__ void flash_bwd(Params p) { p.x[threadIdx.x] += FA_MASK; }
 extern "C" __global__ void flash_bwd_preprocess(Params p) { p.x[threadIdx.x] = 0; }
 """
 HOST = """\

@@ -14,7 +14,7 @@ from buildtools.errors import ArchiveError
 RECORDS = [
     (Record("fwd-sm80-bf16-d64-full", "90", 64, 128, 64, 128, 49152, 240), b"\x7fELF" + b"a" * 61),
     (Record("fwd-sm80-bf16-d64-full", "100", 64, 128, 64, 128, 49152, 241), b"\x7fELF" + b"b" * 60),
-    (Record("bwd-sm80-bf16-d64-full", "ptx80", 64, 64, 64, 256, 82944, 0), b".version 8.8\0"),
+    (Record("bwd-sm80-bf16-d64-full", "ptx80", 64, 64, 64, 256, 82944, 0, split=1), b".version 8.8\0"),
 ]
 COMPILER = "nvrtc 12.9.86"
 
@@ -41,12 +41,13 @@ def test_layout_is_the_one_that_the_host_library_reads():
         record = data[64 + 128 * index : 64 + 128 * (index + 1)]
         offset, size = struct.unpack_from("<QQ", record, 96)
         assert offset % 64 == 0
-        assert record[112:] == bytes(16)
+        assert record[112:] == struct.pack("<I", unpack(data).records[index].split) + bytes(12)
         assert data[offset : offset + size] == unpack(data).images[index]
     first = data[64:192]
     assert first[:64] == b"bwd-sm80-bf16-d64-full".ljust(64, b"\0")
     assert first[64:72] == b"ptx80".ljust(8, b"\0")
     assert struct.unpack_from("<6I", first, 72) == (64, 64, 64, 256, 82944, 0)
+    assert first[112:116] == b"\1\0\0\0"
     assert len(data) % 64 == 0
 
 

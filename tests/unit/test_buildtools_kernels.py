@@ -40,8 +40,8 @@ def test_own_table_has_every_kernel_that_the_api_promises():
         f"{op}-sm80-{dtype}-d{head_dim}-{mask}"
         for op in ("fwd", "bwd")
         for dtype in ("fp16", "bf16")
-        for head_dim in (64, 128)
-        for mask in ("full", "causal")
+        for head_dim in (64, 96, 128, 192, 256)
+        for mask in ("full", "causal", "general")
     }
     assert expected <= keys
 
@@ -61,7 +61,7 @@ def test_kernel_holds_macros_of_row_and_tiles(tmp_path):
     assert kernel.threads == 128
     assert kernel.source == "sm80/fwd.cu"
     assert set(kernel.macros) == {
-        "FA_HEAD_DIM=128", "FA_BF16=1", "FA_CAUSAL=0", f"FA_SMEM_BYTES={(64 + 2 * 2 * 64) * 128 * 2}", "FA_BLOCK_M=64",
+        "FA_HEAD_DIM=128", "FA_BF16=1", "FA_MASK=0", f"FA_SMEM_BYTES={(64 + 2 * 2 * 64) * 128 * 2}", "FA_BLOCK_M=64",
         "FA_BLOCK_N=64", "FA_WARPS=4", "FA_STAGES=2", "FA_MIN_BLOCKS=1", "FA_MY_SWITCH=0",
     }  # fmt: skip
 
@@ -184,6 +184,7 @@ BAD_TABLES = {
     "tile-text": ("warps = 4", 'warps = "4"', "warps = '4' is not an integer"),
     "tile-too-many-warps": ("warps = 4", "warps = 64", "at most 1,024 threads"),
     "tile-reserved": ("warps = 4", "warps = 4, bf16 = 1", '"bf16" cannot be a tile constant'),
+    "tile-split": ("min_blocks = 1 }", "min_blocks = 1, split = 2 }", "split = 2 is neither 0 nor 1"),
     "tile-uneven": ("warps = 4", "warps = 4, split = 1", "split must be given for every head dim or for none"),
     "smem-name": ("stages * block_n)", "stags * block_n)", '"stags" is not a tile[\\s\\S]*did you mean "stages"'),
     "smem-syntax": ("* head_dim * 2", "* head_dim *", "is not an expression"),
