@@ -14,7 +14,7 @@ namespace {
 
 constexpr const char* kOpNames[kOps] = {"fwd", "bwd"};
 constexpr const char* kDtypeNames[kDtypes] = {"fp16", "bf16"};
-constexpr const char* kMaskNames[kMasks] = {"full", "causal"};
+constexpr const char* kMaskNames[kMasks] = {"full", "causal", "general"};
 
 // Kernel families, the fastest first. The last one has every feature.
 constexpr const char* kFamilies[] = {"sm80"};
@@ -346,7 +346,37 @@ const Kernel& resolve(const KernelQuery& query) {
   return resolve_and_load(query);
 }
 
-void launch_fwd(const Kernel& kernel, FwdParams params, CUstream stream) {
+Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreModifiers* modifiers) {
+  if (!(request.dropout_p >= 0 && request.dropout_p < 1)) {
+    fail("dropout_p is %g; it must be at least 0 and below 1.", request.dropout_p);
+  }
+  ScoreModifiers& m = *modifiers;
+  // A bound as far away as the longest sequence hides nothing, and keeps the kernels' sums of positions within an int.
+  const auto bound = [](int64_t window, int length) {
+    return static_cast<int>(window < 0 || window > length ? length : window);
+  };
+  m.window_left = bound(request.window_left, seqlen_k);
+  m.window_right = request.causal ? 0 : bound(request.window_right, seqlen_q);
+  m.chunk = static_cast<int>(request.chunk < 0 ? 0 : request.chunk < kUnlimited ? request.chunk : kUnlimited);
+  m.softcap = static_cast<float>(request.softcap);
+  if (request.dropout_p > 0) {
+    m.drop_threshold = static_cast<unsigned>(request.dropout_p * 4294967296.0);
+    m.keep_scale = static_cast<float>(1 / (1 - request.dropout_p));
+  } else {
+    m.rng_state = nullptr;
+  }
+  // The last query stands at the last key and sees `window_left` keys before it, the first one all but the last
+  // seqlen_q - 1 keys by itself.
+  const bool left_hides = m.window_left < seqlen_k - 1;
+  const bool right_hides = request.causal || m.window_right < seqlen_q - 1;
+  if (left_hides || (right_hides && m.window_right != 0) || m.chunk > 0 || m.softcap > 0 || m.alibi_slopes != nullptr ||
+      m.sink != nullptr || m.rng_state != nullptr) {
+    return Mask::general;
+  }
+  return right_hides ? Mask::causal : Mask::full;
+}
+
+void launch_fwd(const Kernel& kernel, FwdParams& params, CUstream stream) {
   const Driver& cuda = driver();
   complete(kernel, params);
   const unsigned grid = grid_of(kernel, params.blocks_m, params.heads, params.batch);
@@ -354,12 +384,25 @@ void launch_fwd(const Kernel& kernel, FwdParams params, CUstream stream) {
   launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
 }
 
-BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params) {
-  const int64_t blocks_m = blocks_of(params.seqlen_q, kernel.record->block_m);
-  // Bounded by the grid, and the tile by the record's check: none of these products overflows.
-  const int64_t tiles = grid_of(kernel, blocks_m, params.heads, params.batch);
-  const int64_t rows = tiles * kernel.record->block_m;
+void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream) {
+  if (count == 0) return;
+  constexpr unsigned kMinusInfinity = 0xff800000;
+  const Driver& cuda = driver();
+  const CurrentContext current(cuda, kernel.context);
+  check(cuda, cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(values), kMinusInfinity, static_cast<size_t>(count), stream),
+        "filling lse");
+}
+
+BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_t total_q) {
+  const int64_t block_m = kernel.record->block_m;
+  const bool packed = params.sequences.cu_seqlens_q != nullptr;
+  // A packed sequence begins a tile of its own: one more for each, at most.
+  const int64_t tiles_of_a_head = packed ? total_q / block_m + params.batch : params.batch * blocks_of(params.seqlen_q, block_m);
+  // Bounded like a grid, and the tile by the record's check: none of these products overflows.
+  const int64_t tiles = grid_of(kernel, tiles_of_a_head, params.heads, 1);
+  const int64_t rows = tiles * block_m;
   BwdWorkspace workspace;
+  workspace.total_tiles = static_cast<int>(params.heads > 0 ? tiles_of_a_head : 0);
   workspace.dq_accum = 0;
   workspace.lse_log2 = rows * kernel.record->head_dim;
   workspace.delta = workspace.lse_log2 + rows;
@@ -368,20 +411,21 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params) {
   return workspace;
 }
 
-void launch_bwd(const Kernel& kernel, BwdParams params, float* buffer, CUstream stream) {
+void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, CUstream stream) {
   const Driver& cuda = driver();
   complete(kernel, params);
   params.blocks_n = static_cast<int>(blocks_of(params.seqlen_k, kernel.record->block_n));
-  const BwdWorkspace workspace = bwd_workspace(kernel, params);
+  params.total_tiles = workspace.total_tiles;
   params.dq_accum = buffer + workspace.dq_accum;
   params.lse_log2 = buffer + workspace.lse_log2;
   params.delta = buffer + workspace.delta;
   params.dq_semaphore = reinterpret_cast<int*>(buffer + workspace.dq_semaphore);
   const unsigned query_tiles = grid_of(kernel, params.blocks_m, params.heads, params.batch);
-  const unsigned key_tiles = grid_of(kernel, params.blocks_n, params.heads_kv, params.batch);
+  const int64_t blocks_of_a_key_tile = kernel.record->split ? 2 : 1;
+  const unsigned key_blocks = grid_of(kernel, blocks_of_a_key_tile * params.blocks_n, params.heads_kv, params.batch);
   const CurrentContext current(cuda, kernel.context);
   launch(cuda, kernel, 0, query_tiles, 0, &params, stream);
-  launch(cuda, kernel, 1, key_tiles, kernel.record->smem_bytes, &params, stream);
+  launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &params, stream);
   launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
 }
 

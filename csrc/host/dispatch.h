@@ -16,8 +16,8 @@ namespace flash_attn {
 
 enum class Op { fwd, bwd };
 enum class Dtype { fp16, bf16 };
-enum class Mask { full, causal };
-constexpr int kOps = 2, kDtypes = 2, kMasks = 2;
+enum class Mask { full, causal, general };  // the mask kinds of kernels.toml
+constexpr int kOps = 2, kDtypes = 2, kMasks = 3;
 
 // The largest head dim that any kernel may have, and the granularity of the caller's head dim.
 constexpr int kMaxHeadDim = 256;
@@ -45,22 +45,42 @@ struct Kernel {
 // it at its first use on a device, also while a stream is being captured. Safe from several threads.
 const Kernel& resolve(const KernelQuery& query);
 
-// Launches flash_fwd. The caller has set pointers, strides, batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim and
-// scale; the rest is set here.
-void launch_fwd(const Kernel& kernel, FwdParams params, CUstream stream);
+// What a caller asks of the scores besides scaling, in the words of the Python API.
+struct ScoreRequest {
+  bool causal = false;
+  int64_t window_left = -1;  // negative: unlimited
+  int64_t window_right = -1;
+  int64_t chunk = 0;
+  double softcap = 0;
+  double dropout_p = 0;
+};
+
+// The mask kind that serves the request: the general one only where something is asked for that, at these longest lengths,
+// changes a score and that the other two lack. Fills `modifiers`, whose pointers the caller has set. Throws where
+// dropout_p is not in [0, 1).
+Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreModifiers* modifiers);
+
+// Launches flash_fwd. The caller has set pointers, strides, batch, heads, heads_kv, seqlen_q, seqlen_k, head dims and
+// scale, and what applies of sequences and modifiers; the rest is set here.
+void launch_fwd(const Kernel& kernel, FwdParams& params, CUstream stream);
+
+// Sets `count` floats to minus infinity: the log-sum-exp of rows that no kernel writes.
+void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream);
 
 // Where bwd's workspaces lie in one fp32 buffer of `total` elements, in elements from its start.
 struct BwdWorkspace {
+  int total_tiles;
   int64_t dq_accum;
   int64_t lse_log2;
   int64_t delta;
   int64_t dq_semaphore;
   int64_t total;
 };
-BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params);
+// `total_q`: rows of packed queries; of no account where params.sequences.cu_seqlens_q is null.
+BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_t total_q);
 
-// Launches the three kernels of the backward pass. As launch_fwd; `buffer` is what bwd_workspace asked for.
-void launch_bwd(const Kernel& kernel, BwdParams params, float* buffer, CUstream stream);
+// Launches the three kernels of the backward pass. As launch_fwd; `buffer` is what `workspace` asks for.
+void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, CUstream stream);
 
 // Whether this library and its kernel set can run on the device; `reason` (size bytes) is filled either way. Creates no
 // context and loads nothing.

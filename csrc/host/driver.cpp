@@ -61,6 +61,7 @@ void load(Driver& cuda) {
   bind(library, "cuModuleGetFunction", cuda.cuModuleGetFunction);
   bind(library, "cuFuncGetAttribute", cuda.cuFuncGetAttribute);
   bind(library, "cuFuncSetAttribute", cuda.cuFuncSetAttribute);
+  bind(library, "cuMemsetD32Async", cuda.cuMemsetD32Async);
   bind(library, "cuLaunchKernel", cuda.cuLaunchKernel);
   check(cuda, cuda.cuInit(0), "initialising the NVIDIA driver");
 }

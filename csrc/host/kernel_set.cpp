@@ -136,6 +136,7 @@ void KernelSet::check_record(uint32_t index, uint64_t file_size) const {
   if (record.head_dim > 4096 || record.block_m > 4096 || record.block_n > 4096) refuse("has an impossible tile size");
   if (record.threads == 0 || record.threads > 1024 || record.threads % 32 != 0) refuse("has an impossible block size");
   if (record.smem_bytes > (1u << 20)) refuse("asks for an impossible amount of shared memory");
+  if (record.split > 1) refuse("is split in an impossible way");
   const uint64_t images = sizeof(Header) + static_cast<uint64_t>(count_) * sizeof(Record);
   if (record.size == 0 || record.offset % kImageAlignment != 0 || record.offset < images || record.offset > file_size ||
       record.size > file_size - record.offset) {

@@ -11,7 +11,7 @@ namespace flash_attn {
 
 // One kernel for one arch, as it lies in the file.
 struct Record {
-  char key[64];  // "fwd-sm80-bf16-d128-causal": op, family, dtype, head dim, mask
+  char key[64];  // "fwd-sm80-bf16-d128-causal": op, family, dtype, head dim, mask kind
   char arch[8];  // "90", "90a": machine code of that compute capability; "ptx80": PTX for it and anything newer
   uint32_t head_dim;
   uint32_t block_m;  // query rows of a tile
@@ -21,7 +21,8 @@ struct Record {
   uint32_t registers;
   uint64_t offset;  // of the image, from the start of the file
   uint64_t size;
-  uint8_t reserved[16];
+  uint32_t split;  // of flash_bwd: 1 where two thread blocks serve each key block
+  uint8_t reserved[12];
 };
 static_assert(sizeof(Record) == 128, "the archive's record size");
 

@@ -16,7 +16,8 @@ class TorchLibraryOpaque;
 using TorchLibraryHandle = TorchLibraryOpaque*;
 using AOTITorchError = int32_t;  // 0 is success
 
-// A boxed value: the bytes of a tensor handle (owned by whoever holds the stack), double, int64_t or bool, zero padded.
+// A boxed value: the bytes of a tensor handle (owned by whoever holds the stack), double, int64_t or bool, zero padded. Of
+// an optional: 0 for none, or the address of a boxed value made by `new`, which whoever holds the stack deletes.
 using StableIValue = uint64_t;
 
 // Registration.
@@ -52,6 +53,8 @@ int32_t aoti_torch_device_type_cuda();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float32();
+int32_t aoti_torch_dtype_int32();
+int32_t aoti_torch_dtype_int64();
 
 // Null in a torch without CUDA. The stream is borrowed.
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);

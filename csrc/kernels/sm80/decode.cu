@@ -39,13 +39,22 @@ static_assert(kPartialBytes <= kWarpBytes);
 
 extern __shared__ __align__(1024) char shared_memory[];
 
-// Row of the cache that holds key `key` of a sequence, or -1 where no memory belongs to it.
-__device__ __forceinline__ long long paged_row(const flash_attn::Pages& pages, int batch, int key) {
-  const int index = key / pages.page_size;
-  const int page = pages.block_table[batch * pages.table_batch_stride + index];
-  return page < 0 || page >= pages.page_count ? -1
-                                              : static_cast<long long>(page) * pages.page_size + key % pages.page_size;
-}
+// Where a key of a sequence lies: row `row` of slab or page `slab`; slab -1 where no memory belongs to it.
+struct CacheRow {
+  int slab, row;
+
+  __device__ __forceinline__ CacheRow(const flash_attn::DecodeParams& p, int batch, int key) {
+    if (p.pages.block_table == nullptr) {
+      slab = p.cache_batch_idx != nullptr ? p.cache_batch_idx[batch] : batch;
+      row = key;
+      return;
+    }
+    const int index = key / p.pages.page_size;
+    slab = p.pages.block_table[batch * p.pages.table_batch_stride + index];
+    row = key - index * p.pages.page_size;
+    if (slab < 0 || slab >= p.pages.page_count) slab = -1;
+  }
+};
 
 }  // namespace
 
@@ -79,10 +88,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
 
   const unsigned shared_q = ptx::shared_address(shared_memory);
   const unsigned shared_warp = shared_q + QueryTile::kBytes + warp * kWarpBytes;
-  const bool paged = p.pages.block_table != nullptr;
-  const int slab = paged ? 0 : p.cache_batch_idx != nullptr ? p.cache_batch_idx[batch] : batch;
-  const char* const k_source = tile::source(p.k, p.k_stride, slab, head_kv, 0, thread);
-  const char* const v_source = tile::source(p.v, p.v_stride, slab, head_kv, 0, thread);
+  const char* const k_source = tile::source(p.k, p.k_stride, 0, head_kv, 0, lane);
+  const char* const v_source = tile::source(p.v, p.v_stride, 0, head_kv, 0, lane);
   const int column = lane % 8 * 8;
 
   auto load = [&](int tile_index, int stage) {
@@ -92,25 +99,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
     for (int pass = 0; pass < kPasses; ++pass) {
       const int row = pass * kRowsPerPass + lane / 8;
       const int key = tile_index * kBlockN + row;
-      long long at = -1;
-      if (key < sequence.seqlen_k) {
-        const int absolute = key + static_cast<int>(sequence.k_row);
-        at = paged ? paged_row(p.pages, batch, absolute) : absolute;
-      }
       const unsigned offset = tile::swizzled(row, lane % 8);
-#pragma unroll
-      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
-        const int c = column + panel * tile::kPanelColumns;
-        ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes,
-                         k_source + max(at, 0ll) * p.k_stride.row * 2 + panel * tile::kRowBytes,
-                         at >= 0 && c < p.head_dim ? 16 : 0);
+      const char* k_row = k_source;
+      const char* v_row = v_source;
+      bool exists = key < sequence.seqlen_k;
+      if (exists) {
+        const CacheRow at(p, batch, key + static_cast<int>(sequence.k_row));
+        exists = at.slab >= 0;
+        k_row += 2 * (at.slab * p.k_stride.batch + at.row * p.k_stride.row);
+        v_row += 2 * (at.slab * p.v_stride.batch + at.row * p.v_stride.row);
       }
 #pragma unroll
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
-        const int c = column + panel * tile::kPanelColumns;
-        ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes,
-                         v_source + max(at, 0ll) * p.v_stride.row * 2 + panel * tile::kRowBytes,
-                         at >= 0 && c < p.head_dim_v ? 16 : 0);
+        ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes, k_row + panel * tile::kRowBytes,
+                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
+      }
+#pragma unroll
+      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
+        ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes, v_row + panel * tile::kRowBytes,
+                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0);
       }
     }
   };
