@@ -64,6 +64,17 @@ struct FwdParams {
   float scale_log2;  // scale * log2(e): the softmax works in base 2
 };
 
+// flash_fwd of the sm90 family: tensor maps (CUtensorMap, 128 bytes) of q, k and v as (D, S, H, B), or (D, T, H, 1) if
+// packed; boxes of 64 columns by block_m or block_n rows, 128-byte swizzle, zeros outside. The grid is at most one block an
+// SM; the batch * heads * blocks_m tiles are dealt to them in rounds.
+struct FwdTmaParams {
+  FwdParams fwd;
+  int heads_per_group;  // (batch, head) pairs whose K and V fit into L2 together
+  alignas(64) unsigned char q_map[128];
+  alignas(64) unsigned char k_map[128];
+  alignas(64) unsigned char v_map[128];
+};
+
 // flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess, launched in this order on one stream.
 struct BwdParams {
   const void* dout;  // (B, Sq, H, Dv)
