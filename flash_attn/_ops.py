@@ -6,9 +6,12 @@
 ``flash_attn::attention``     both joined for autograd: what torch.compile keeps in a graph and opcheck checks
 ============================  =========================================================================================
 
-The host library registers ``fwd`` and ``bwd`` for CUDA; this file defines their schemas, and registers the reference
-for CPU, the shapes for fake tensors and the formula for autograd. Nothing here checks a user's input: callers outside
-of this package use :mod:`flash_attn.flash_attn_interface`.
+These three are the fast path, attention with nothing but a scale and a causal mask; :mod:`flash_attn._ops_general` has
+every other feature and :mod:`flash_attn._ops_cache` the operators of KV caches and rotary embeddings.
+
+The host library registers the operators without a gradient for CUDA; these files define their schemas, and register
+the reference for CPU, the shapes for fake tensors and the formulas for autograd. Nothing here checks a user's input:
+callers outside of this package use :mod:`flash_attn.flash_attn_interface`.
 """
 
 from __future__ import annotations
@@ -23,31 +26,39 @@ from torch.autograd.function import once_differentiable
 
 from . import _library, reference
 
-__all__ = ["ATTENTION", "BWD", "FWD", "HOST_LIBRARY", "apply_attention"]
+__all__ = ["ATTENTION", "BWD", "FWD", "HOST_LIBRARY", "apply_attention", "define", "register_cpu"]
 
 _new_library: Any = torch.library.Library
 # The library object owns the registrations: they live as long as it does.
-_LIB = _new_library("flash_attn", "DEF")
+LIB = _new_library("flash_attn", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 
-# out (B, Sq, H, D) and dq, dk, dv in the inputs' shapes are contiguous; lse is (B, H, Sq).
-_LIB.define("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)", tags=_TAGS)
-_LIB.define(
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, bool causal, "
-    "bool deterministic) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
-_LIB.define(
-    "attention(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic) -> (Tensor, Tensor)",
-    tags=_TAGS,
-)
-
-# Overloads rather than packets: calling one skips the choice among overloads.
-FWD = torch.ops.flash_attn.fwd.default
-BWD = torch.ops.flash_attn.bwd.default
-ATTENTION = torch.ops.flash_attn.attention.default
-
 HOST_LIBRARY = _library.load(Path(__file__).resolve().parent)
+
+
+def define(schema: str) -> None:
+    """An operator that the host library implements for CUDA; without one, calling it says why there is none."""
+    LIB.define(schema, tags=_TAGS)
+    if HOST_LIBRARY.failure is None:
+        return
+    error_class, text = HOST_LIBRARY.failure
+
+    def raise_failure(*_: object) -> NoReturn:
+        raise error_class(text)
+
+    LIB.impl(schema[: schema.index("(")], raise_failure, "CUDA")
+
+
+def define_joined(schema: str, function: Callable[..., Any]) -> None:
+    """An operator that joins others for autograd: ``function`` calls them, on any device."""
+    LIB.define(schema, tags=_TAGS)
+    for device in ("CPU", "CUDA"):
+        LIB.impl(schema[: schema.index("(")], function, device)
+
+
+def register_cpu(name: str, function: Callable[..., Any]) -> None:
+    # Inside torch.autocast the reference's own matrix products would be cast down.
+    LIB.impl(name, torch.autocast("cpu", enabled=False)(function), "CPU")
 
 
 def _attention(
@@ -57,19 +68,23 @@ def _attention(
     return out
 
 
-# Inside torch.autocast the reference's own matrix products would be cast down.
-_LIB.impl("fwd", torch.autocast("cpu", enabled=False)(reference.attention_forward), "CPU")
-_LIB.impl("bwd", torch.autocast("cpu", enabled=False)(reference.attention_backward), "CPU")
-_LIB.impl("attention", _attention, "CPU")
-_LIB.impl("attention", _attention, "CUDA")
-if HOST_LIBRARY.failure is not None:
-    _error_class, _error_text = HOST_LIBRARY.failure
+# out (B, Sq, H, D) and dq, dk, dv in the inputs' shapes are contiguous; lse is (B, H, Sq).
+define("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)")
+define(
+    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, bool causal, "
+    "bool deterministic) -> (Tensor, Tensor, Tensor)"
+)
+define_joined(
+    "attention(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic) -> (Tensor, Tensor)",
+    _attention,
+)
+register_cpu("fwd", reference.attention_forward)
+register_cpu("bwd", reference.attention_backward)
 
-    def _raise_failure(*_: object) -> NoReturn:
-        raise _error_class(_error_text)
-
-    _LIB.impl("fwd", _raise_failure, "CUDA")
-    _LIB.impl("bwd", _raise_failure, "CUDA")
+# Overloads rather than packets: calling one skips the choice among overloads.
+FWD = torch.ops.flash_attn.fwd.default
+BWD = torch.ops.flash_attn.bwd.default
+ATTENTION = torch.ops.flash_attn.attention.default
 
 
 def _fake_forward(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -81,9 +96,9 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) ->
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-torch.library.register_fake("flash_attn::fwd", _fake_forward, lib=_LIB)
-torch.library.register_fake("flash_attn::bwd", _fake_backward, lib=_LIB)
-torch.library.register_fake("flash_attn::attention", _fake_forward, lib=_LIB)
+torch.library.register_fake("flash_attn::fwd", _fake_forward, lib=LIB)
+torch.library.register_fake("flash_attn::bwd", _fake_backward, lib=LIB)
+torch.library.register_fake("flash_attn::attention", _fake_forward, lib=LIB)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -91,19 +106,24 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     q, k, v, ctx.softmax_scale, ctx.causal, ctx.deterministic = inputs
     out, lse = output
     ctx.save_for_backward(q, k, v, out, lse)
-    ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, dout: Tensor | None, _dlse: None) -> tuple[Tensor | None, ...]:
-    """Gradients for the six inputs of ``attention``; the log-sum-exp has none to give."""
+def _backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Gradients for the six inputs of ``attention``."""
+    if dlse is not None:  # rare, and the general kernels' work
+        from ._ops_general import plain_backward_of_lse
+
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = plain_backward_of_lse(dout, dlse, q, k, v, out, lse, ctx.softmax_scale, ctx.causal, ctx.deterministic)
+        return *grads, None, None, None
     if dout is None:
         return None, None, None, None, None, None
     dq, dk, dv = BWD(dout, *ctx.saved_tensors, ctx.softmax_scale, ctx.causal, ctx.deterministic)
     return dq, dk, dv, None, None, None
 
 
-torch.library.register_autograd("flash_attn::attention", once_differentiable(_backward), setup_context=_save, lib=_LIB)
+torch.library.register_autograd("flash_attn::attention", once_differentiable(_backward), setup_context=_save, lib=LIB)
 
 
 class Attention(torch.autograd.Function):

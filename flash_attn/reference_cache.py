@@ -1,0 +1,180 @@
+"""KV caches and rotary embeddings in plain PyTorch: the implementation of their operators for CPU tensors.
+
+``rotate`` and ``rotary_positions`` work on any device without waiting for it: they also serve what has no kernel, as
+float32 tensors on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import reference_general
+from .errors import ShapeError
+from .problem import Problem
+from .reference import lse_dtype
+
+__all__ = ["append", "decode", "gather_pages", "rotary", "rotary_positions", "rotate"]
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, conjugate: bool) -> Tensor:
+    """``x`` (..., H, D) with its first ``2 * cos.shape[1]`` columns rotated by the angles at ``positions`` (...).
+
+    The pairs are neighbours if ``interleaved``, else column i and i + rotary_dim / 2; ``conjugate`` rotates back. Rows
+    at positions that cos does not have stay as they are.
+    """
+    half = cos.shape[1]
+    known = (positions >= 0) & (positions < cos.shape[0])
+    row = positions.clamp(0, cos.shape[0] - 1)
+    dtype = lse_dtype(x.dtype)
+    c = torch.where(known[..., None], cos[row].to(dtype), 1.0)[..., None, :]
+    s = torch.where(known[..., None], sin[row].to(dtype), 0.0)[..., None, :]
+    if conjugate:
+        s = -s
+    rotated, rest = x[..., : 2 * half].to(dtype), x[..., 2 * half :]
+    if interleaved:
+        first, second = rotated[..., ::2], rotated[..., 1::2]
+        pairs = torch.stack((first * c - second * s, first * s + second * c), dim=-1).flatten(-2)
+    else:
+        first, second = rotated[..., :half], rotated[..., half:]
+        pairs = torch.cat((first * c - second * s, first * s + second * c), dim=-1)
+    return torch.cat((pairs.to(x.dtype), rest), dim=-1)
+
+
+def rotary_positions(x: Tensor, offsets: Tensor | None, offset: int, cu_seqlens: Tensor | None) -> Tensor:
+    """The position of each row of ``x`` (B, S, H, D) or, with cu_seqlens, (T, H, D): int64 (B, S) or (T)."""
+    row = torch.arange(x.shape[1 if cu_seqlens is None else 0], device=x.device)
+    if cu_seqlens is None:
+        first = offset if offsets is None else offsets.to(torch.int64)[:, None]
+        return (row + first).expand(x.shape[0], x.shape[1])
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    return row - cu_seqlens[sequence] + (offset if offsets is None else offsets[sequence])
+
+
+def rotary(
+    source: Tensor,
+    destination: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offsets: Tensor | None,
+    offset: int,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int,
+    interleaved: bool,
+    conjugate: bool,
+) -> None:
+    """Write ``source``, rotated, to ``destination``, which may be the same. Row i of a sequence has position offset +
+    i."""
+    positions = rotary_positions(source, offsets, offset, cu_seqlens)
+    destination.copy_(rotate(source, cos, sin, positions, interleaved, conjugate))
+
+
+def append(
+    q: Tensor | None,
+    q_out: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    offsets: Tensor | None,
+    offset: int,
+    leftpad_k: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+    interleaved: bool,
+    same_position: bool,
+) -> None:
+    """Write k and v (B, Sn, Hk, D) into rows offset and up of each cache, k rotated, and q, rotated, to ``q_out``.
+
+    A row's position is its row in the cache less the padding; with ``same_position`` all of q stands at the first one.
+    Rows past the end of a cache, and those of a page that does not exist, are dropped.
+    """
+    batch, new = k.shape[:2]
+    first = offsets if offsets is not None else torch.full((batch,), offset, device=k.device)
+    if cos is not None and sin is not None:
+        position = first.to(torch.int64) if leftpad_k is None else first.to(torch.int64) - leftpad_k
+        k = rotate(k, cos, sin, position[:, None] + torch.arange(new, device=k.device), interleaved, False)
+        if q is not None and q_out is not None:
+            step = torch.arange(q.shape[1], device=k.device) * (0 if same_position else 1)
+            q_out.copy_(rotate(q, cos, sin, position[:, None] + step, interleaved, False))
+    elif q is not None and q_out is not None:
+        q_out.copy_(q)
+    page_size = k_cache.shape[1]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    for number, start in enumerate(first.tolist()):
+        for i in range(max(0, -start), min(new, capacity - start)):
+            slab, row = number, start + i
+            if block_table is not None:
+                slab, row = int(block_table[number, row // page_size]), row % page_size
+            elif cache_batch_idx is not None:
+                slab = int(cache_batch_idx[number])
+            if 0 <= slab < k_cache.shape[0]:
+                k_cache[slab, row] = k[number, i]
+                v_cache[slab, row] = v[number, i]
+
+
+def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
+    """The pages (n, page_size, Hk, D) of each sequence one after the other, (B, pages * page_size, Hk, D).
+
+    Entries that are no page, as those past a sequence's end may be, are taken for the nearest one: the rows that they
+    stand for are to be masked.
+    """
+    index = block_table.clamp(0, max(0, pages.shape[0] - 1)).reshape(-1)
+    gathered = pages.index_select(0, index)
+    return gathered.reshape(block_table.shape[0], block_table.shape[1] * pages.shape[1], *pages.shape[2:])
+
+
+def _check_pages(block_table: Tensor, page_count: int, page_size: int, seqused_k: Tensor | None) -> None:
+    """On the CPU, an entry that is used and is no page can be seen."""
+    for number, pages in enumerate(block_table.tolist()):
+        length = len(pages) * page_size if seqused_k is None else int(seqused_k[number])
+        for i, page in enumerate(pages[: -(-length // page_size)]):
+            if not 0 <= page < page_count:
+                raise ShapeError(
+                    f"block_table must hold page numbers from 0 to {page_count - 1}, got {page} at ({number}, {i})."
+                )
+
+
+def decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    seqused_k: Tensor | None,
+    leftpad_k: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    softmax_scale: float,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+    attention_chunk: int,
+    softcap: float,
+    num_splits: int,
+) -> tuple[Tensor, Tensor]:
+    """Attention of q (B, Sq, H, D) over what each sequence has in the cache; ``num_splits`` changes nothing."""
+    if block_table is not None:
+        _check_pages(block_table, k_cache.shape[0], k_cache.shape[1], seqused_k)
+        k, v = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
+    elif cache_batch_idx is not None:
+        k, v = k_cache.index_select(0, cache_batch_idx), v_cache.index_select(0, cache_batch_idx)
+    else:
+        k, v = k_cache, v_cache
+    p = Problem(
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        max_seqlen_q=q.shape[1],
+        max_seqlen_k=k.shape[1],
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+    )
+    return reference_general.forward(q, k, v, p)
