@@ -8,8 +8,28 @@ device can be used and why; ``python -m flash_attn doctor`` lists what is instal
 """
 
 from ._support import supported
-from .flash_attn_interface import flash_attn_func
+from .flash_attn_interface import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 
 __version__ = "2.9.0"
 
-__all__ = ["__version__", "flash_attn_func", "supported"]
+__all__ = [
+    "__version__",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "supported",
+]

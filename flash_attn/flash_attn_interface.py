@@ -1,27 +1,45 @@
 """The public functions, with the names, argument order and defaults of flash-attn 2.8.
 
-Every check happens before anything is launched. On the way of a correct call the checks are a handful of comparisons;
-what is wrong, and which argument, is worked out only once something is.
+Every check happens before anything is launched. On the way of a correct plain call the checks are a handful of
+comparisons; what is wrong, and which argument, is worked out only once something is. A call that asks for more than a
+scale and a causal mask goes through :mod:`flash_attn.attend`.
 """
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from ._ops import ATTENTION, FWD, apply_attention
-from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedFeatureError
+from .attend import Request, Result, attend, attend_packed
+from .checks import KERNEL_DTYPES, MAX_HEAD_DIM, check_fp8, check_qkv
+from .errors import ArgumentError
+from .kvcache import flash_attn_combine, flash_attn_with_kvcache
+from .sequence_parallel import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
 
-__all__ = ["flash_attn_func"]
+__all__ = [
+    "_flash_attn_backward",
+    "_flash_attn_forward",
+    "_flash_attn_varlen_backward",
+    "_flash_attn_varlen_forward",
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 
-MAX_HEAD_DIM = 256
-
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16)
-# What a CPU tensor may have besides, since the reference takes any.
-_CPU_DTYPES = (*_KERNEL_DTYPES, torch.float32, torch.float64)
 _NO_WINDOW = (-1, -1)
 
 
@@ -32,12 +50,26 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: Sequence[int | None] = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    qv: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
     """Exact attention, ``softmax(softmax_scale * q @ k.T) @ v``, without holding the score matrix on a GPU.
 
     Grouped-query attention: H may be a multiple of Hk, and query head h then attends with KV head ``h // (H // Hk)``.
@@ -45,21 +77,35 @@ def flash_attn_func(
     Args:
         q: (B, Sq, H, D), any strides (copied if the last dimension is not contiguous). D <= 256.
         k: (B, Sk, Hk, D), of q's dtype and device.
-        v: (B, Sk, Hk, D), likewise.
-        dropout_p: probability of dropping an attention weight. Only 0.0 in this version.
-        softmax_scale: factor of the scores; 1 / sqrt(D) if None.
-        causal: hide keys after the query. The mask is aligned to the bottom right: query i sees the keys
-            ``j <= i + Sk - Sq``. A query that sees no key gets output 0, log-sum-exp -inf and zero gradients.
-        window_size: (left, right) bounds of a sliding window. Only (-1, -1), no window, in this version.
-        softcap: c > 0 turns a score s into ``c * tanh(s / c)``. Only 0.0 in this version.
-        alibi_slopes: fp32 (H,) or (B, H), slopes of a linear bias. Only None in this version.
+        v: (B, Sk, Hk, Dv), likewise. Dv <= 256 may differ from D.
+        dropout_p: probability of dropping an attention weight, in [0, 1). The seed comes from torch's generator of q's
+            device: the same ``torch.manual_seed`` drops the same weights, in the backward too.
+        softmax_scale: factor of the scores; 1 / sqrt(D) if None (1 / sqrt(D + Dv) with ``qv``).
+        causal: hide keys after the query. The mask is aligned to the bottom right: query i stands at position
+            i + Sk - Sq and sees the keys up to it. A query that sees no key gets output 0, log-sum-exp -inf and zero
+            gradients.
+        window_size: (left, right): a query sees ``left`` keys before its position and ``right`` after it, besides the
+            one at it. -1 or None is no bound. With ``causal``, right is 0 whatever it says.
+        softcap: c > 0 turns a scaled score s into ``c * tanh(s / c)``. Not with dropout.
+        alibi_slopes: fp32 (H,) or (B, H): ``slope * |position - key|`` is taken off each score. Has no gradient.
         deterministic: give the backward the same bits every time, at some cost in speed (the forward always does).
-        return_attn_probs: also return the log-sum-exp and the tensor of attention weights.
+        return_attn_probs: also return the log-sum-exp, without a gradient, and the attention weights; see below.
+        return_lse: also return the log-sum-exp, with its gradient.
+        learnable_sink: (H,), one more logit in the softmax of every row, which takes weight and gives no value.
+        attention_chunk: c > 0 hides keys of another chunk of c positions than the query's.
+        qv: (B, Sq, H, Dv): scores become ``softmax_scale * (q @ k.T + qv @ v.T)``. D + Dv <= 256; q and k are copied.
+        seqused_q, seqused_k: int32 (B,), how many rows of each sequence count, from the first on. Sq and Sk above are
+            then these. Queries that do not count get output 0 and log-sum-exp -inf; gradients there are 0.
+        leftpad_k: int32 (B,), how many keys at the beginning of each sequence do not count, as if they were not there.
+        q_descale, k_descale, v_descale: for FP8 inputs. Only None in this version.
+        num_splits, pack_gqa, sm_margin: hints of other implementations: accepted, and without any effect.
 
     Returns:
-        out, contiguous (B, Sq, H, D) in q's dtype; with ``return_attn_probs`` the tuple (out, softmax_lse, S_dmask):
-        softmax_lse is the natural log-sum-exp of every row of scores, fp32 (B, H, Sq) (fp64 for fp64 CPU tensors),
-        with no gradient; S_dmask is empty, since it holds something with dropout only.
+        out, contiguous (B, Sq, H, Dv) in q's dtype. With ``return_lse`` (out, softmax_lse): softmax_lse is the natural
+        log-sum-exp of every row of scores, fp32 (B, H, Sq) (fp64 for fp64 CPU tensors). With ``return_attn_probs``
+        (out, softmax_lse, S_dmask): S_dmask is empty without dropout; with it, the weights of the softmax in q's dtype,
+        negative where they were dropped, (B, H, Sq, Sk) with Sq and Sk rounded up to multiples of 128. It is made by
+        torch, as a whole, and meant for tests.
 
     dtypes are float16 and bfloat16; float32 tensors are cast under ``torch.autocast``. CPU tensors (float16, bfloat16,
     float32, float64) run a reference implementation, which is exact but slow.
@@ -69,30 +115,66 @@ def flash_attn_func(
         UnsupportedFeatureError: a ``NotImplementedError`` naming the argument that this version does not have.
         NotBuiltError, HostLibraryError: a ``RuntimeError``: this installation has no kernels, or they do not load.
     """
-    if dropout_p != 0.0 or softcap != 0.0 or alibi_slopes is not None or window_size != _NO_WINDOW:
-        _check_features(dropout_p, window_size, softcap, alibi_slopes)
-    try:
-        q_shape, k_shape = q.shape, k.shape
-        correct = (
-            len(q_shape) == 4
-            and len(k_shape) == 4
-            and k_shape == v.shape
-            and q_shape[0] == k_shape[0]
-            and k_shape[2] > 0
-            and q_shape[2] % k_shape[2] == 0
-            and q_shape[3] == k_shape[3]
-            and 0 < q_shape[3] <= MAX_HEAD_DIM
-            and q.dtype in _KERNEL_DTYPES
-            and k.dtype is q.dtype
-            and v.dtype is q.dtype
-            and k.device == q.device
-            and v.device == q.device
-            and (q.is_cuda or q.is_cpu)
+    plain = (
+        dropout_p == 0.0
+        and softcap == 0.0
+        and alibi_slopes is None
+        and window_size == _NO_WINDOW
+        and learnable_sink is None
+        and attention_chunk == 0
+        and qv is None
+        and seqused_q is None
+        and seqused_k is None
+        and leftpad_k is None
+        and q_descale is None
+        and k_descale is None
+        and v_descale is None
+    )
+    if plain:
+        try:
+            q_shape, k_shape = q.shape, k.shape
+            correct = (
+                len(q_shape) == 4
+                and len(k_shape) == 4
+                and k_shape == v.shape
+                and q_shape[0] == k_shape[0]
+                and k_shape[2] > 0
+                and q_shape[2] % k_shape[2] == 0
+                and q_shape[3] == k_shape[3]
+                and 0 < q_shape[3] <= MAX_HEAD_DIM
+                and q.dtype in KERNEL_DTYPES
+                and k.dtype is q.dtype
+                and v.dtype is q.dtype
+                and k.device == q.device
+                and v.device == q.device
+                and (q.is_cuda or q.is_cpu)
+            )
+        except AttributeError:  # not tensors
+            correct = False
+        if not correct:
+            q, k, v = check_qkv(q, k, v)
+            plain = q.shape[3] == v.shape[3]
+    if not plain:
+        check_fp8(q_descale, k_descale, v_descale)
+        request = Request(
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            deterministic=deterministic,
+            return_attn_probs=return_attn_probs,
+            return_lse=return_lse,
+            learnable_sink=learnable_sink,
+            attention_chunk=attention_chunk,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            leftpad_k=leftpad_k,
+            qv=qv,
         )
-    except AttributeError:  # not tensors
-        correct = False
-    if not correct:
-        q, k, v = _explain_or_convert(q, k, v)
+        return attend(q, k, v, request)
+
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
     elif isinstance(softmax_scale, Tensor):
@@ -109,93 +191,273 @@ def flash_attn_func(
     else:
         out, lse = FWD(q, k, v, softmax_scale, causal)
     if return_attn_probs:
-        return out, lse, q.new_empty(0)
+        return out, lse if return_lse else lse.detach(), q.new_empty(0)
+    if return_lse:
+        return out, lse
     result: Tensor = out
     return result
 
 
-def _check_features(
-    dropout_p: float, window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None
-) -> None:
-    """Raise for an argument that has another value than the one this version has; return if all are harmless."""
-    if dropout_p != 0.0:
-        if not 0.0 <= dropout_p < 1.0:
-            raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}.")
-        _unsupported("dropout_p", dropout_p, "0.0")
-    if softcap != 0.0:
-        if softcap < 0.0:
-            raise ArgumentError(f"softcap must be 0.0 (none) or positive, got {softcap}.")
-        _unsupported("softcap", softcap, "0.0")
-    if alibi_slopes is not None:
-        _unsupported("alibi_slopes", "a tensor" if isinstance(alibi_slopes, Tensor) else alibi_slopes, "None")
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
-        raise ArgumentError(f"window_size must be two integers (left, right), got {window_size}.")
-    if tuple(window_size) != _NO_WINDOW:
-        _unsupported("window_size", window_size, _NO_WINDOW)
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> Result:
+    """:func:`flash_attn_func` of q, k and v in one tensor, whose gradient is written as one tensor too.
+
+    Args:
+        qkv: (B, S, 3, H, D): ``q, k, v = qkv.unbind(2)``.
+
+    The other arguments, the results and the errors are those of :func:`flash_attn_func`.
+    """
+    request = Request(
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+    )
+    return attend_packed(None, qkv, request)
 
 
-def _unsupported(name: str, value: object, only: object) -> NoReturn:
-    raise UnsupportedFeatureError(f"{name}={value} is not supported by this version of flash_attn: only {name}={only}.")
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> Result:
+    """:func:`flash_attn_func` of q (B, Sq, H, D) with k and v in one tensor, whose gradient is one tensor too.
+
+    Args:
+        q: (B, Sq, H, D).
+        kv: (B, Sk, 2, Hk, D): ``k, v = kv.unbind(2)``.
+
+    The other arguments, the results and the errors are those of :func:`flash_attn_func`.
+    """
+    request = Request(
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+    )
+    return attend_packed(_query(q), kv, request)
 
 
-def _explain_or_convert(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Off the fast way: cast under autocast, accept what only the CPU takes, and name what is wrong in all else."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise ArgumentError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
-    _check_devices(q, k, v)
-    q, k, v = _autocast(q, k, v)
-    _check_dtypes(q, k, v)
-    _check_shapes(q, k, v)
-    return q, k, v
+def _query(q: Tensor) -> Tensor:
+    """None would mean that q is in the packed tensor."""
+    if not isinstance(q, Tensor):
+        raise ArgumentError(f"q must be a torch.Tensor, got {type(q).__name__}.")
+    return q
 
 
-def _check_devices(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x in (("k", k), ("v", v)):
-        if x.device != q.device:
-            raise DeviceError(f"{name} must be on q's device: q is on {q.device}, {name} is on {x.device}.")
-    if q.device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError(f"q must be on a CUDA device or on the CPU, got {q.device}.")
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    qv: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Result:
+    """:func:`flash_attn_func` of sequences of different lengths, packed one after the other without padding.
+
+    Args:
+        q: (Tq, H, D), the tokens of all sequences.
+        k: (Tk, Hk, D).
+        v: (Tk, Hk, Dv).
+        cu_seqlens_q: int32 (B + 1,): the queries of sequence b are the rows ``cu_seqlens_q[b]`` up to, and without,
+            ``cu_seqlens_q[b + 1]``. It ascends from 0 to Tq; equal neighbours are an empty sequence.
+        cu_seqlens_k: int32 (B + 1,), the same of keys.
+        max_seqlen_q, max_seqlen_k: integers, at least the length of the longest sequence. Rows past them are not
+            computed.
+        block_table: int32 (B, n): k and v are pages, (pages, page_size, Hk, D), and ``block_table[b, i]`` is the page
+            of sequence b's keys ``i * page_size`` and up; cu_seqlens_k then only gives lengths. The pages are gathered
+            into a padded batch of n * page_size keys first; for few queries use :func:`flash_attn_with_kvcache`, which
+            reads them where they are.
+        seqused_q, seqused_k, leftpad_k: as in :func:`flash_attn_func`, counted from a sequence's first row.
+
+    The other arguments, the results (out is (Tq, H, Dv) and softmax_lse (H, Tq)) and the errors are those of
+    :func:`flash_attn_func`.
+    """
+    check_fp8(q_descale, k_descale, v_descale)
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ArgumentError(f"{name} must be a torch.Tensor, got NoneType.")
+    request = Request(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        block_table=block_table,
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        qv=qv,
+    )
+    return attend(q, k, v, request)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under ``torch.autocast``, tensors of which any is float32 are all cast to the autocast dtype."""
-    kind = q.device.type
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v
-    dtypes = (q.dtype, k.dtype, v.dtype)
-    if torch.float32 not in dtypes or not all(d in (*_KERNEL_DTYPES, torch.float32) for d in dtypes):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(kind)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> Result:
+    """:func:`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is written as one tensor too.
+
+    Args:
+        qkv: (T, 3, H, D): ``q, k, v = qkv.unbind(1)``.
+        cu_seqlens: int32 (B + 1,).
+        max_seqlen: the longest sequence.
+
+    The other arguments, the results and the errors are those of :func:`flash_attn_varlen_func`.
+    """
+    if cu_seqlens is None:
+        raise ArgumentError("cu_seqlens must be a torch.Tensor, got NoneType.")
+    request = Request(
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=max_seqlen,
+        max_seqlen_k=max_seqlen,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+    )
+    return attend_packed(None, qkv, request)
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    accepted = _KERNEL_DTYPES if q.is_cuda else _CPU_DTYPES
-    if q.dtype not in accepted:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
-        hint = " Cast it, or use torch.autocast." if q.dtype in (torch.float32, torch.float64) else ""
-        raise DtypeError(f"q must be one of {names} on {q.device.type}, got {q.dtype}.{hint}")
-    for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise DtypeError(f"{name} must have q's dtype: q is {q.dtype}, {name} is {x.dtype}.")
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    return_lse: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> Result:
+    """:func:`flash_attn_varlen_func` with k and v in one tensor, whose gradient is written as one tensor too.
 
+    Args:
+        q: (Tq, H, D).
+        kv: (Tk, 2, Hk, D): ``k, v = kv.unbind(1)``.
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, x, layout in (("q", q, "(B, Sq, H, D)"), ("k", k, "(B, Sk, Hk, D)"), ("v", v, "(B, Sk, Hk, D)")):
-        if x.dim() != 4:
-            raise ShapeError(f"{name} must have 4 dimensions, {layout}, got {x.dim()}: {_sizes(x)}.")
-    if k.shape != v.shape:
-        raise ShapeError(f"v must have k's shape (B, Sk, Hk, D): k is {_sizes(k)}, v is {_sizes(v)}.")
-    if q.shape[0] != k.shape[0]:
-        raise ShapeError(f"k must have q's batch size: q has {q.shape[0]}, k has {k.shape[0]}.")
-    if q.shape[3] != k.shape[3]:
-        raise ShapeError(f"k must have q's head dim: q has {q.shape[3]}, k has {k.shape[3]}.")
-    if not 0 < q.shape[3] <= MAX_HEAD_DIM:
-        raise ShapeError(f"the head dim (last size) of q must be 1 to {MAX_HEAD_DIM}, got {q.shape[3]}.")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2] != 0:
-        raise ShapeError(f"q's heads must be a multiple of k's: q has {q.shape[2]} heads, k has {k.shape[2]}.")
-
-
-def _sizes(x: Tensor) -> str:
-    return str(tuple(x.shape))
+    The other arguments, the results and the errors are those of :func:`flash_attn_varlen_func`.
+    """
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
+        raise ArgumentError(f"{name} must be a torch.Tensor, got NoneType.")
+    request = Request(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        learnable_sink=learnable_sink,
+        attention_chunk=attention_chunk,
+    )
+    return attend_packed(_query(q), kv, request)

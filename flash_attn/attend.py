@@ -1,0 +1,218 @@
+"""From the arguments of a public function to an operator: every call but the plainest goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from . import checks
+from ._ops import ATTENTION, FWD, apply_attention
+from ._ops_general import (
+    ATTENTION_GENERAL,
+    ATTENTION_PACKED,
+    apply_attention_general,
+    apply_attention_packed,
+    forward_of,
+)
+from .dropout import draw_rng_state
+from .errors import ShapeError, UnsupportedFeatureError
+from .problem import NO_WINDOW, Problem
+from .reference_cache import gather_pages
+from .s_dmask import s_dmask
+
+__all__ = ["Request", "Result", "attend", "attend_packed", "forward_without_gradient", "positive_scale", "problem_of"]
+
+Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
+
+
+class Request(NamedTuple):
+    """What the user gave besides q, k and v, not looked at yet: the arguments of the public functions."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    causal: bool = False
+    window_size: Sequence[int | None] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    deterministic: bool = False
+    return_attn_probs: bool = False
+    block_table: Tensor | None = None
+    return_lse: bool = False
+    learnable_sink: Tensor | None = None
+    attention_chunk: int = 0
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    qv: Tensor | None = None
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
+    """Attention of q, k and v, with gradients where they are wanted."""
+    if request.block_table is not None:
+        k, v, request = _without_pages(q, k, v, request)
+    q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None)
+    if request.qv is not None:
+        q, k = _with_qv(q, k, v, request.qv)
+    p = problem_of(q, k, request)
+    q, p = positive_scale(q, p)
+    out, lse = _run(q, k, v, p, bool(request.deterministic))
+    return _result(q, k, out, lse, p, request)
+
+
+def attend_packed(q: Tensor | None, packed: Tensor, request: Request) -> Result:
+    """Attention of a packed qkv (..., 3, H, D), or of q with a packed kv (..., 2, Hk, D): one gradient for it."""
+    name, count = ("qkv", 3) if q is None else ("kv", 2)
+    layout = (f"(T, {count}, " if request.cu_seqlens_k is not None else f"(B, S, {count}, ") + "H, D)"
+    rank = layout.count(",") + 1
+    checks.tensor_of(name, packed)
+    if packed.dim() != rank or packed.shape[-3] != count:
+        raise ShapeError(f"{name} must have shape {layout}, got {checks.sizes(packed)}.")
+    if q is not None:
+        checks.tensor_of("q", q)
+        checks.same_device(name, packed, q)
+        q, packed = checks.autocast(q, packed)
+    else:
+        (packed,) = checks.autocast(packed)
+    query, key, value = packed.unbind(-3) if q is None else (q, *packed.unbind(-3))
+    checks.check_qkv(query, key, value, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None)
+    p = problem_of(query, key, request)
+    wanted = torch.is_grad_enabled() and (packed.requires_grad or any(_requires_grad(x) for x in (q, p.sink)))
+    deterministic = bool(request.deterministic)
+    if not wanted or p.softmax_scale <= 0.0:
+        query, p = positive_scale(query, p)
+        out, lse = _run(query, key, value, p, deterministic)
+        return _result(query, key, out, lse, p, request)
+    function = ATTENTION_PACKED if is_compiling() else apply_attention_packed
+    out, lse = function(q, packed, *p, deterministic)
+    return _result(query, key, out, lse, p, request)
+
+
+def problem_of(q: Tensor, k: Tensor, r: Request) -> Problem:
+    """The request, checked: what is wrong with it raises."""
+    checks.check_softcap(r.softcap)
+    checks.check_dropout(r.dropout_p, r.softcap)
+    causal, left, right = checks.window_of(r.window_size, r.causal)
+    cu_seqlens_q = cu_seqlens_k = None
+    max_seqlen_q = q.shape[0 if r.cu_seqlens_q is not None else 1]
+    max_seqlen_k = k.shape[0 if r.cu_seqlens_k is not None else 1]
+    if r.cu_seqlens_q is not None:
+        cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", r.cu_seqlens_q, q)
+        max_seqlen_q = checks.length_of("max_seqlen_q", r.max_seqlen_q)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if r.cu_seqlens_k is not None:
+        cu_seqlens_k = checks.cu_seqlens_of("cu_seqlens_k", r.cu_seqlens_k, q)
+        max_seqlen_k = checks.length_of("max_seqlen_k", r.max_seqlen_k)
+        if cu_seqlens_k.shape[0] - 1 != batch:
+            raise ShapeError(
+                f"cu_seqlens_k must have as many sequences as the queries: {batch}, got {cu_seqlens_k.shape[0] - 1}."
+            )
+    elif k.shape[0] != batch:
+        raise ShapeError(f"k must have a batch size of {batch}, got {k.shape[0]}.")
+    heads = q.shape[-2]
+    return Problem(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=checks.numbers_of("seqused_q", r.seqused_q, batch, q),
+        seqused_k=checks.numbers_of("seqused_k", r.seqused_k, batch, q),
+        leftpad_k=checks.numbers_of("leftpad_k", r.leftpad_k, batch, q),
+        alibi_slopes=checks.alibi_slopes_of(r.alibi_slopes, batch, heads, q),
+        sink=checks.sink_of(r.learnable_sink, heads, q),
+        rng_state=draw_rng_state(q.device) if r.dropout_p > 0.0 else None,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=checks.scale_of(r.softmax_scale, q.shape[-1]),
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        attention_chunk=checks.attention_chunk_of(r.attention_chunk),
+        softcap=float(r.softcap),
+        dropout_p=float(r.dropout_p),
+    )
+
+
+def positive_scale(q: Tensor, p: Problem) -> tuple[Tensor, Problem]:
+    """The kernels take the largest raw score for the largest score: only a positive scale keeps that order."""
+    if not p.softmax_scale <= 0.0:
+        return q, p
+    if p.softmax_scale < 0.0:
+        return -q, p._replace(softmax_scale=-p.softmax_scale)
+    return q * 0, p._replace(softmax_scale=1.0)
+
+
+def _requires_grad(x: Tensor | None) -> bool:
+    return x is not None and x.requires_grad
+
+
+def _is_plain(q: Tensor, v: Tensor, p: Problem) -> bool:
+    """Whether the fast operators do: a dense batch with a scale and a causal mask."""
+    values = (p.window_left, p.window_right, p.attention_chunk, p.softcap)
+    return values == (NO_WINDOW, NO_WINDOW, 0, 0.0) and p[:8] == (None,) * 8 and q.shape[-1] == v.shape[-1]
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, p: Problem, deterministic: bool) -> tuple[Tensor, Tensor]:
+    plain = _is_plain(q, v, p)
+    arguments: tuple[Any, ...] = (p.softmax_scale, p.causal, deterministic) if plain else (*p, deterministic)
+    result: tuple[Tensor, Tensor]
+    if is_compiling():
+        result = (ATTENTION if plain else ATTENTION_GENERAL)(q, k, v, *arguments)
+    elif torch.is_grad_enabled() and any(_requires_grad(x) for x in (q, k, v, p.sink)):
+        result = (apply_attention if plain else apply_attention_general)(q, k, v, *arguments)
+    else:
+        result = forward_without_gradient(q, k, v, p)
+    return result
+
+
+def forward_without_gradient(q: Tensor, k: Tensor, v: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
+    if _is_plain(q, v, p):
+        result: tuple[Tensor, Tensor] = FWD(q, k, v, p.softmax_scale, p.causal)
+        return result
+    return forward_of(q, k, v, p)
+
+
+def _result(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, p: Problem, request: Request) -> Result:
+    if request.return_attn_probs:
+        probs = q.new_empty(0) if p.rng_state is None else s_dmask(q, k, lse, p)
+        return out, lse if request.return_lse else lse.detach(), probs
+    return (out, lse) if request.return_lse else out
+
+
+def _with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
+    """Scores q k^T + qv v^T are those of one wider head dim."""
+    checks.tensor_of("qv", qv)
+    checks.same_device("qv", qv, q)
+    wanted = (*q.shape[:-1], v.shape[-1])
+    if tuple(qv.shape) != wanted:
+        raise ShapeError(f"qv must have q's shape and v's head dim, {tuple(wanted)}, got {checks.sizes(qv)}.")
+    together = q.shape[-1] + v.shape[-1]
+    if together > checks.MAX_HEAD_DIM:
+        raise UnsupportedFeatureError(
+            f"qv needs head dims of q and v of {checks.MAX_HEAD_DIM} together at most, "
+            f"got {q.shape[-1]} + {v.shape[-1]} = {together}."
+        )
+    return torch.cat((q, qv.to(q.dtype)), dim=-1), torch.cat((k, v), dim=-1)
+
+
+def _without_pages(q: Tensor, k: Tensor, v: Tensor, r: Request) -> tuple[Tensor, Tensor, Request]:
+    """k and v (pages, page_size, Hk, D) gathered into (B, pages * page_size, Hk, D), of which cu_seqlens_k counts."""
+    checks.tensor_of("q", q)
+    for name, x in (("k", k), ("v", v)):
+        checks.tensor_of(name, x)
+        checks.same_device(name, x, q)
+        if x.dim() != 4:
+            raise ShapeError(
+                f"{name} must have 4 dimensions, (pages, page_size, Hk, D), with a block_table, got {checks.sizes(x)}."
+            )
+    cu_seqlens_k = checks.cu_seqlens_of("cu_seqlens_k", r.cu_seqlens_k, q)
+    batch = cu_seqlens_k.shape[0] - 1
+    block_table = checks.block_table_of(r.block_table, batch, q)
+    seqused = cu_seqlens_k.diff() if r.seqused_k is None else r.seqused_k
+    request = r._replace(block_table=None, cu_seqlens_k=None, max_seqlen_k=None, seqused_k=seqused)
+    return gather_pages(k, block_table), gather_pages(v, block_table), request

@@ -1,0 +1,274 @@
+"""What is wrong with a call, and which argument: every check that needs no GPU, before anything is launched.
+
+Each function returns what it checked, converted where that is harmless, or raises a class of
+:mod:`flash_attn.errors` with the argument's name, what was found and what it should be.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedFeatureError
+from .problem import NO_WINDOW
+from .reference import lse_dtype
+
+__all__ = [
+    "CPU_DTYPES",
+    "KERNEL_DTYPES",
+    "MAX_HEAD_DIM",
+    "alibi_slopes_of",
+    "attention_chunk_of",
+    "autocast",
+    "block_table_of",
+    "check_dropout",
+    "check_fp8",
+    "check_qkv",
+    "check_softcap",
+    "cu_seqlens_of",
+    "length_of",
+    "numbers_of",
+    "same_device",
+    "scale_of",
+    "sink_of",
+    "sizes",
+    "tensor_of",
+    "window_of",
+]
+
+MAX_HEAD_DIM = 256
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+# What a CPU tensor may have besides, since the reference takes any.
+CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
+_DEVICES = ("cuda", "cpu", "meta")
+# Lengths, and so distances between a query and a key, are below this.
+_FAR = 2**30
+
+
+def sizes(x: Tensor) -> str:
+    return str(tuple(x.shape))
+
+
+def tensor_of(name: str, x: object) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise ArgumentError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
+    return x
+
+
+def same_device(name: str, x: Tensor, q: Tensor, owner: str = "q") -> None:
+    if x.device != q.device:
+        raise DeviceError(f"{name} must be on {owner}'s device: {owner} is on {q.device}, {name} is on {x.device}.")
+
+
+# q, k and v.
+
+
+def check_qkv(
+    q: Tensor, k: Tensor, v: Tensor, packed_q: bool = False, packed_k: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), or (T, H, D) where packed; cast under autocast."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        tensor_of(name, x)
+    for name, x in (("k", k), ("v", v)):
+        same_device(name, x, q)
+    if q.device.type not in _DEVICES:
+        raise DeviceError(f"q must be on a CUDA device or on the CPU, got {q.device}.")
+    q, k, v = autocast(q, k, v)
+    _check_dtypes(q, k, v)
+    _check_ranks(q, k, v, packed_q, packed_k)
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ShapeError(f"v must have k's shape but for the head dim: k is {sizes(k)}, v is {sizes(v)}.")
+    if not packed_q and not packed_k and q.shape[0] != k.shape[0]:
+        raise ShapeError(f"k must have q's batch size: q has {q.shape[0]}, k has {k.shape[0]}.")
+    if q.shape[-1] != k.shape[-1]:
+        raise ShapeError(f"k must have q's head dim: q has {q.shape[-1]}, k has {k.shape[-1]}.")
+    for name, x in (("q", q), ("v", v)):
+        if not 0 < x.shape[-1] <= MAX_HEAD_DIM:
+            raise ShapeError(f"the head dim (last size) of {name} must be 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}.")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
+        raise ShapeError(f"q's heads must be a multiple of k's: q has {q.shape[-2]} heads, k has {k.shape[-2]}.")
+    return q, k, v
+
+
+def autocast(*tensors: Tensor) -> tuple[Any, ...]:
+    """Under ``torch.autocast``, tensors of which any is float32 are all cast to the autocast dtype."""
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtypes = [x.dtype for x in tensors]
+    if torch.float32 not in dtypes or not all(d in (*KERNEL_DTYPES, torch.float32) for d in dtypes):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) for x in tensors)
+
+
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    accepted = KERNEL_DTYPES if q.is_cuda else CPU_DTYPES
+    if q.dtype not in accepted:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
+        if q.dtype is torch.float8_e4m3fn:
+            raise UnsupportedFeatureError(
+                f"q is {q.dtype}: this version has no FP8 kernels, q must be one of {names}. Cast q, k and v."
+            )
+        hint = " Cast it, or use torch.autocast." if q.dtype in (torch.float32, torch.float64) else ""
+        raise DtypeError(f"q must be one of {names} on {q.device.type}, got {q.dtype}.{hint}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise DtypeError(f"{name} must have q's dtype: q is {q.dtype}, {name} is {x.dtype}.")
+
+
+def _check_ranks(q: Tensor, k: Tensor, v: Tensor, packed_q: bool, packed_k: bool) -> None:
+    q_layout = "(T, H, D)" if packed_q else "(B, Sq, H, D)"
+    k_layout = "(T, Hk, {})" if packed_k else "(B, Sk, Hk, {})"
+    layouts = (("q", q, q_layout), ("k", k, k_layout.format("D")), ("v", v, k_layout.format("Dv")))
+    for name, x, layout in layouts:
+        rank = layout.count(",") + 1
+        if x.dim() != rank:
+            raise ShapeError(f"{name} must have {rank} dimensions, {layout}, got {x.dim()}: {sizes(x)}.")
+
+
+def check_fp8(q_descale: object, k_descale: object, v_descale: object) -> None:
+    for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is not None:
+            raise UnsupportedFeatureError(
+                f"{name} is for FP8 inputs, which this version has no kernels for: only None."
+            )
+
+
+# Numbers.
+
+
+def scale_of(softmax_scale: float | None, head_dim: int) -> float:
+    if softmax_scale is None:
+        return float(head_dim**-0.5)
+    if isinstance(softmax_scale, Tensor):
+        raise ArgumentError("softmax_scale must be a number or None, got a tensor: reading it would stall the GPU.")
+    return softmax_scale
+
+
+def check_dropout(dropout_p: float, softcap: float = 0.0) -> None:
+    if not 0.0 <= dropout_p < 1.0:
+        raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+    if dropout_p > 0.0 and softcap > 0.0:
+        raise ArgumentError(f"softcap does not go together with dropout: softcap={softcap}, dropout_p={dropout_p}.")
+
+
+def check_softcap(softcap: float) -> None:
+    if not softcap >= 0.0:
+        raise ArgumentError(f"softcap must be 0.0 (none) or positive, got {softcap}.")
+
+
+def window_of(window_size: Sequence[int | None], causal: bool) -> tuple[bool, int, int]:
+    """(causal, left, right), each side NO_WINDOW or what it adds to the causal mask."""
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ArgumentError(f"window_size must be two integers (left, right), got {window_size}.")
+    sides: list[Any] = []
+    for side in window_size:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):
+            raise ArgumentError(f"window_size must be two integers (left, right), got {window_size}.")
+        sides.append(NO_WINDOW if side is None or side < 0 or side >= _FAR else side)
+    left, right = sides
+    causal = bool(causal) or right == 0
+    return causal, left, NO_WINDOW if causal else right
+
+
+def attention_chunk_of(attention_chunk: int | None) -> int:
+    if attention_chunk is None:
+        return 0
+    if not isinstance(attention_chunk, (int, torch.SymInt)) or attention_chunk < 0:
+        raise ArgumentError(f"attention_chunk must be 0 (none) or a positive integer, got {attention_chunk}.")
+    return 0 if attention_chunk >= _FAR else attention_chunk
+
+
+def length_of(name: str, x: Any) -> int:
+    """A length as an int (or a SymInt, while compiling)."""
+    if isinstance(x, Tensor):
+        if x.device.type != "cpu" or x.numel() != 1:
+            raise ArgumentError(
+                f"{name} must be an integer, got a tensor on {x.device}: reading it would stall the GPU."
+            )
+        x = x.item()
+    if not isinstance(x, torch.SymInt):
+        try:
+            x = operator.index(x)
+        except TypeError:
+            raise ArgumentError(f"{name} must be an integer, got {x!r}.") from None
+    if x < 0:
+        raise ArgumentError(f"{name} must not be negative, got {x}.")
+    length: int = x
+    return length
+
+
+# Tensors of numbers.
+
+
+def _int32(name: str, x: Tensor, q: Tensor) -> Tensor:
+    same_device(name, x, q)
+    if x.dtype != torch.int32:
+        raise DtypeError(f"{name} must be torch.int32, got {x.dtype}.")
+    return x if x.is_contiguous() else x.contiguous()
+
+
+def cu_seqlens_of(name: str, x: Any, q: Tensor) -> Tensor:
+    """int32 (B + 1)."""
+    x = tensor_of(name, x)
+    if x.dim() != 1 or x.shape[0] < 1:
+        raise ShapeError(f"{name} must have shape (B + 1,), got {sizes(x)}.")
+    return _int32(name, x, q)
+
+
+def numbers_of(name: str, x: Any, batch: int, q: Tensor) -> Tensor | None:
+    """An optional int32 (B)."""
+    if x is None:
+        return None
+    tensor_of(name, x)
+    if x.dim() != 1 or x.shape[0] != batch:
+        raise ShapeError(f"{name} must have shape (B,), ({batch},) here, got {sizes(x)}.")
+    return _int32(name, x, q)
+
+
+def block_table_of(x: Any, batch: int, q: Tensor) -> Tensor:
+    """int32 (B, pages of a sequence)."""
+    x = tensor_of("block_table", x)
+    if x.dim() != 2 or x.shape[0] != batch:
+        raise ShapeError(f"block_table must have shape (B, pages), ({batch}, pages) here, got {sizes(x)}.")
+    return _int32("block_table", x, q)
+
+
+def alibi_slopes_of(x: Any, batch: int, heads: int, q: Tensor) -> Tensor | None:
+    """An optional fp32 (H) or (B, H)."""
+    if x is None:
+        return None
+    x = tensor_of("alibi_slopes", x)
+    same_device("alibi_slopes", x, q)
+    if x.dtype != torch.float32:
+        raise DtypeError(f"alibi_slopes must be torch.float32, got {x.dtype}.")
+    if tuple(x.shape) not in ((heads,), (batch, heads)):
+        raise ShapeError(
+            f"alibi_slopes must have shape (H,) or (B, H), ({heads},) or ({batch}, {heads}) here, got {sizes(x)}."
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(
+            "alibi_slopes must not require grad, got a tensor that does: there is no gradient for slopes. "
+            "Pass alibi_slopes.detach()."
+        )
+    slopes: Tensor = x if x.is_contiguous() else x.contiguous()
+    return slopes
+
+
+def sink_of(x: Any, heads: int, q: Tensor) -> Tensor | None:
+    """An optional (H), as fp32 (fp64 with fp64 queries)."""
+    if x is None:
+        return None
+    x = tensor_of("learnable_sink", x)
+    same_device("learnable_sink", x, q)
+    if x.dtype not in CPU_DTYPES:
+        raise DtypeError(f"learnable_sink must be a floating point tensor, got {x.dtype}.")
+    if tuple(x.shape) != (heads,):
+        raise ShapeError(f"learnable_sink must have shape (H,), ({heads},) here, got {sizes(x)}.")
+    sink: Tensor = x.to(lse_dtype(q.dtype))
+    return sink

@@ -1,0 +1,500 @@
+"""Attention with a KV cache, for inference: new keys and values are written into the cache, then attended with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from ._ops_cache import APPEND, DECODE
+from .attend import forward_without_gradient
+from .errors import ArgumentError, DtypeError, ShapeError, UnsupportedFeatureError
+from .problem import Problem
+from .reference_cache import gather_pages, rotate
+
+__all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
+
+# The decode kernels take 16 rows of query (tokens times the heads that share a KV head) at a time; with more tiles than
+# this the forward kernels, which take a hundred, read the cache less often.
+_DECODE_ROWS = 64
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    qv: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries with a cache of keys and values, after new keys and values were appended to it.
+
+    The new rows are written in place, and nothing else of the cache changes. Nothing waits for the GPU. There is no
+    gradient.
+
+    Args:
+        q: (B, Sq, H, D).
+        k_cache: (Bc, capacity, Hk, D), one slab a sequence; with ``block_table`` pages, (pages, page_size, Hk, D).
+        v_cache: the same with head dim Dv.
+        k, v: (B, Sn, Hk, D) and (B, Sn, Hk, Dv), written to rows ``cache_seqlens`` and up of each cache. Rows past the
+            capacity are dropped; where that can be known, with an int, it is an error.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), in q's dtype or fp32: rotary embedding of k, and of q, in
+            their first rotary_dim columns. Row i of k has position ``cache_seqlens + i``, without the padding of
+            ``cache_leftpad``; so has row i of q if the mask is causal or a window; else all of q has ``cache_seqlens``.
+            There must be as many positions as rows in a cache (with an int, as the new rows reach). k is needed.
+        cache_seqlens: how many keys each cache holds before the call: an int, or int32 (B,). None: it is full (there is
+            then no room for k).
+        cache_batch_idx: int32 (B,), the slab of each sequence. None: its own number. The slabs of sequences that get
+            new keys must differ.
+        cache_leftpad: int32 (B,), rows at the beginning of each cache that do not count.
+        block_table: int32 (B, n): ``block_table[b, i]`` is the page of sequence b's keys ``i * page_size`` and up; its
+            capacity is n * page_size. Pages of any size.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, attention_chunk: as in
+            :func:`flash_attn.flash_attn_func`, with the length of each cache, new keys included, as Sk.
+        qv: (B, Sq, H, Dv): scores are those of q and k and of qv and v together. D + Dv <= 256; copies the cache.
+        rotary_interleaved: pairs of neighbouring columns are rotated, rather than halves.
+        num_splits: into how many parts the keys of a sequence are cut, to be worked on side by side; 0 chooses.
+        return_softmax_lse: also return the log-sum-exp, fp32 (B, H, Sq).
+        rotary_seqlens: int32 (B,), the positions' start where it is not ``cache_seqlens``.
+        cu_seqlens_q, max_seqlen_q: q is packed, (T, H, D); so are the results, (T, H, Dv) and (H, T).
+        cu_seqlens_k_new: k and v are packed, (T, Hk, D) and (T, Hk, Dv).
+        q_descale, k_descale, v_descale: for FP8 inputs. Only None in this version.
+        pack_gqa, sm_margin: hints of other implementations: accepted, and without any effect.
+
+    Returns:
+        out (B, Sq, H, Dv) in q's dtype, or (out, softmax_lse).
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, ArgumentError: a ``ValueError`` naming the argument and what was found.
+        UnsupportedFeatureError: a ``NotImplementedError`` naming the argument that this version does not have.
+    """
+    checks.check_fp8(q_descale, k_descale, v_descale)
+    if torch.is_grad_enabled():  # an operator without a gradient must not be given what wants one
+        q, k_cache, v_cache = _detached(q), _detached(k_cache), _detached(v_cache)
+        k, v, qv, learnable_sink, alibi_slopes = map(_detached, (k, v, qv, learnable_sink, alibi_slopes))
+    cache = _cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
+    causal, left, right = checks.window_of(window_size, causal)
+    chunk = checks.attention_chunk_of(attention_chunk)
+    checks.check_softcap(softcap)
+    splits = checks.length_of("num_splits", num_splits)
+    heads = q.shape[-2]
+    alibi = checks.alibi_slopes_of(alibi_slopes, cache.batch, heads, q)
+    sink = checks.sink_of(learnable_sink, heads, q)
+    scale = checks.scale_of(softmax_scale, q.shape[-1] + (0 if qv is None else v_cache.shape[-1]))
+
+    seqused: Tensor | None
+    if k is None:
+        for name, x in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+            if x is not None:
+                raise ArgumentError(f"k must be given together with {name}: k is None, {name} is not.")
+        seqused = cache.lengths_with(0)
+    else:
+        same_position = not causal and left < 0 and right < 0
+        rotation = _rotation_of(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, same_position, q, cache)
+        if cu_seqlens_q is None and cu_seqlens_k_new is None and rotary_seqlens is None:
+            q = _append(q, k, v, cache, rotation)
+            seqused = cache.lengths_with(k.shape[1])
+        else:
+            q, seqused = _append_packed(q, k, v, cache, rotation, cu_seqlens_q, cu_seqlens_k_new)
+
+    if qv is not None:
+        q, wide = _with_qv(q, qv, cache)
+        cache = cache._replace(k=wide)
+    if scale <= 0.0:  # as in flash_attn_func
+        q, scale = (-q, -scale) if scale < 0.0 else (q * 0, 1.0)
+    few = cu_seqlens_q is None and q.shape[1] * (heads // cache.k.shape[2]) <= _DECODE_ROWS
+    if cu_seqlens_q is None and (few or block_table is not None):
+        out, lse = DECODE(
+            q, cache.k, cache.v, seqused, cache.leftpad, cache.batch_idx, cache.block_table, alibi, sink,
+            scale, causal, left, right, chunk, softcap, splits,
+        )  # fmt: skip
+    else:
+        keys, values = cache.slabs()
+        p = Problem(
+            cu_seqlens_q=None if cu_seqlens_q is None else checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q),
+            seqused_k=seqused,
+            leftpad_k=cache.leftpad,
+            alibi_slopes=alibi,
+            sink=sink,
+            max_seqlen_q=q.shape[1] if cu_seqlens_q is None else checks.length_of("max_seqlen_q", max_seqlen_q),
+            max_seqlen_k=keys.shape[1],
+            softmax_scale=scale,
+            causal=causal,
+            window_left=left,
+            window_right=right,
+            attention_chunk=chunk,
+            softcap=float(softcap),
+        )
+        out, lse = forward_without_gradient(q, keys, values, p)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+class _Cache(NamedTuple):
+    """A checked cache. Its lengths are ``lengths``, or all ``length``; neither where it is full."""
+
+    k: Tensor
+    v: Tensor
+    batch: int
+    capacity: int
+    length: int | None
+    lengths: Tensor | None
+    batch_idx: Tensor | None
+    leftpad: Tensor | None
+    block_table: Tensor | None
+
+    def lengths_with(self, new: int) -> Tensor | None:
+        """int32 (B) after ``new`` rows were appended; None where that is the capacity."""
+        if self.lengths is not None:
+            return self.lengths + new if new else self.lengths
+        if self.length is None or self.length + new == self.capacity:
+            return None
+        return torch.full((self.batch,), self.length + new, dtype=torch.int32, device=self.k.device)
+
+    def starts(self) -> Tensor:
+        """int32 (B): the lengths before anything is appended."""
+        if self.lengths is not None:
+            return self.lengths
+        return torch.full((self.batch,), self.length or 0, dtype=torch.int32, device=self.k.device)
+
+    def slabs(self) -> tuple[Tensor, Tensor]:
+        """k and v with one slab for each sequence, in their order."""
+        if self.block_table is not None:
+            return gather_pages(self.k, self.block_table), gather_pages(self.v, self.block_table)
+        if self.batch_idx is not None:
+            return self.k.index_select(0, self.batch_idx), self.v.index_select(0, self.batch_idx)
+        return self.k[: self.batch], self.v[: self.batch]
+
+
+def _cache_of(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: int | Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cache_leftpad: Tensor | None,
+    block_table: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+) -> _Cache:
+    """Checks q and everything about the cache."""
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.tensor_of(name, x)
+    _check_cache_tensors(q, k_cache, v_cache, cu_seqlens_q is not None, block_table is not None)
+    if cu_seqlens_q is not None:
+        batch = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q).shape[0] - 1
+    else:
+        batch = q.shape[0]
+    capacity = k_cache.shape[1]
+    if block_table is not None:
+        block_table = checks.block_table_of(block_table, batch, q)
+        capacity *= block_table.shape[1]
+        if cache_batch_idx is not None:
+            raise ArgumentError("cache_batch_idx must be None with a block_table: its rows are the sequences' own.")
+    batch_idx = checks.numbers_of("cache_batch_idx", cache_batch_idx, batch, q)
+    if block_table is None and batch_idx is None and k_cache.shape[0] < batch:
+        raise ShapeError(
+            f"k_cache must have a slab for each sequence without a cache_batch_idx: {batch}, got {k_cache.shape[0]}."
+        )
+    length, lengths = None, None
+    if isinstance(cache_seqlens, Tensor):
+        lengths = checks.numbers_of("cache_seqlens", cache_seqlens, batch, q)
+    elif cache_seqlens is not None:
+        length = checks.length_of("cache_seqlens", cache_seqlens)
+        if length > capacity:
+            raise ArgumentError(f"cache_seqlens must be at most the cache's capacity, {capacity}, got {length}.")
+    leftpad = checks.numbers_of("cache_leftpad", cache_leftpad, batch, q)
+    return _Cache(k_cache, v_cache, batch, capacity, length, lengths, batch_idx, leftpad, block_table)
+
+
+def _check_cache_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed_q: bool, paged: bool) -> None:
+    # Before check_qkv, whose texts would call the cache k and v.
+    layout = "(pages, page_size, Hk, {})" if paged else "(Bc, capacity, Hk, {})"
+    for name, x, dim in (("k_cache", k_cache, "D"), ("v_cache", v_cache, "Dv")):
+        checks.same_device(name, x, q)
+        if x.dim() != 4:
+            raise ShapeError(f"{name} must have 4 dimensions, {layout.format(dim)}, got {x.dim()}: {checks.sizes(x)}.")
+        if x.dtype != q.dtype:
+            raise DtypeError(f"{name} must have q's dtype: q is {q.dtype}, {name} is {x.dtype}.")
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        raise ShapeError(
+            f"v_cache must have k_cache's shape but for the head dim: k_cache is {checks.sizes(k_cache)}, "
+            f"v_cache is {checks.sizes(v_cache)}."
+        )
+    if q.dim() != (3 if packed_q else 4):
+        wanted = "3 dimensions, (T, H, D)" if packed_q else "4 dimensions, (B, Sq, H, D)"
+        raise ShapeError(f"q must have {wanted}, got {q.dim()}: {checks.sizes(q)}.")
+    if k_cache.shape[-1] != q.shape[-1]:
+        raise ShapeError(f"k_cache must have q's head dim: q has {q.shape[-1]}, k_cache has {k_cache.shape[-1]}.")
+    if k_cache.shape[2] == 0 or q.shape[-2] % k_cache.shape[2] != 0:
+        raise ShapeError(
+            f"q's heads must be a multiple of k_cache's: q has {q.shape[-2]} heads, k_cache has {k_cache.shape[2]}."
+        )
+    if paged and k_cache.shape[1] == 0:
+        raise ShapeError(f"k_cache must have pages of at least one row, got {checks.sizes(k_cache)}.")
+    # What is left: dtypes that have kernels, devices, head dims. A batch without sequences has all of them.
+    if packed_q:
+        checks.check_qkv(q[None, :0], k_cache[:1, :0], v_cache[:1, :0])
+    else:
+        checks.check_qkv(q[:0], k_cache[:0], v_cache[:0])
+
+
+# New keys and values.
+
+
+class _Rotation(NamedTuple):
+    """Rotary embedding; cos is None for none. ``starts``: positions, where they are not the cache's lengths."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+    starts: Tensor | None
+    same_position: bool
+
+
+def _rotation_of(
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    starts: Tensor | None,
+    same_position: bool,
+    q: Tensor,
+    cache: _Cache,
+) -> _Rotation:
+    starts = checks.numbers_of("rotary_seqlens", starts, cache.batch, q)
+    if cos is None and sin is None:
+        return _Rotation(None, None, interleaved, None, same_position)
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        x = checks.tensor_of(name, x)
+        checks.same_device(name, x, q)
+        if x.dtype not in (q.dtype, torch.float32):
+            raise DtypeError(f"{name} must have q's dtype or be torch.float32: q is {q.dtype}, {name} is {x.dtype}.")
+        if x.dim() != 2 or not 0 < 2 * x.shape[1] <= q.shape[-1]:
+            raise ShapeError(
+                f"{name} must have shape (positions, rotary_dim / 2) with rotary_dim at most {q.shape[-1]}, "
+                f"got {checks.sizes(x)}."
+            )
+    assert cos is not None
+    assert sin is not None
+    if cos.shape != sin.shape or cos.dtype != sin.dtype:
+        raise ShapeError(
+            f"rotary_sin must be like rotary_cos: rotary_cos is {cos.dtype} {checks.sizes(cos)}, rotary_sin is "
+            f"{sin.dtype} {checks.sizes(sin)}."
+        )
+    if cache.length is None and starts is None and cos.shape[0] < cache.capacity:
+        raise ShapeError(
+            f"rotary_cos must have a position for each row of a cache: {cache.capacity}, got {cos.shape[0]}."
+        )
+    return _Rotation(cos.contiguous(), sin.contiguous(), bool(interleaved), starts, same_position)
+
+
+def _append(q: Tensor, k: Tensor, v: Tensor | None, cache: _Cache, rotation: _Rotation) -> Tensor:
+    """Write k and v into the cache, and return q, rotated if there is a rotation."""
+    v = checks.tensor_of("v", v)
+    k = checks.tensor_of("k", k)
+    new = k.shape[1] if k.dim() == 4 else 0
+    heads_kv = cache.k.shape[2]
+    for name, x, head_dim in (("k", k, cache.k.shape[3]), ("v", v, cache.v.shape[3])):
+        _check_new(name, x, (cache.batch, new, heads_kv, head_dim), q)
+    if cache.length is None and cache.lengths is None:
+        raise ArgumentError("cache_seqlens must say where k goes: k is given, cache_seqlens is None.")
+    if cache.length is not None:
+        _check_room(cache.length, max(new, q.shape[1] if rotation.cos is not None else 0), new, cache, rotation)
+    rotated = None if rotation.cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    APPEND(
+        None if rotated is None else q, rotated, k, v, cache.k, cache.v, rotation.cos, rotation.sin, cache.lengths,
+        cache.length or 0, cache.leftpad, cache.batch_idx, cache.block_table, rotation.interleaved,
+        rotation.same_position,
+    )  # fmt: skip
+    return q if rotated is None else rotated
+
+
+def _check_new(name: str, x: Tensor, wanted: tuple[int, ...], q: Tensor) -> None:
+    checks.same_device(name, x, q)
+    if x.dtype != q.dtype:
+        raise DtypeError(f"{name} must have q's dtype: q is {q.dtype}, {name} is {x.dtype}.")
+    if tuple(x.shape) != wanted:
+        raise ShapeError(f"{name} must have shape {wanted} here, got {checks.sizes(x)}.")
+
+
+def _check_room(length: int, positions: int, new: int, cache: _Cache, rotation: _Rotation) -> None:
+    if length + new > cache.capacity:
+        raise ArgumentError(
+            f"cache_seqlens must leave room for k: {length} + {new} new rows are more than the capacity, "
+            f"{cache.capacity}."
+        )
+    if rotation.cos is not None and length + (1 if rotation.same_position else positions) > rotation.cos.shape[0]:
+        raise ShapeError(
+            f"rotary_cos must have a position for each new row: {length} + {positions} are needed, "
+            f"got {rotation.cos.shape[0]}."
+        )
+
+
+def _append_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    cache: _Cache,
+    rotation: _Rotation,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k_new: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`_append` of packed tensors, or with positions of their own: (q, lengths after it).
+
+    Every token is handed over as a sequence of its own, of one row, with its own place.
+    """
+    v, k = checks.tensor_of("v", v), checks.tensor_of("k", k)
+    starts = cache.starts()
+    positions = starts if cache.leftpad is None else starts - cache.leftpad
+    if rotation.starts is not None:
+        positions = rotation.starts
+    tokens_k = _Tokens.of("cu_seqlens_k_new", k, cu_seqlens_k_new, cache.batch, q)
+    tokens_q = _Tokens.of("cu_seqlens_q", q, cu_seqlens_q, cache.batch, q)
+    heads_kv = cache.k.shape[2]
+    for name, x, head_dim in (("k", k, cache.k.shape[3]), ("v", v, cache.v.shape[3])):
+        _check_new(name, x, (*k.shape[: 1 if cu_seqlens_k_new is not None else 2], heads_kv, head_dim), q)
+    if cache.length is None and cache.lengths is None:
+        raise ArgumentError("cache_seqlens must say where k goes: k is given, cache_seqlens is None.")
+    if rotation.cos is not None and rotation.sin is not None:
+        k = rotate(k, rotation.cos, rotation.sin, tokens_k.at(positions), rotation.interleaved, False)
+        where = tokens_q.of_sequence(positions) if rotation.same_position else tokens_q.at(positions)
+        q = rotate(q, rotation.cos, rotation.sin, where, rotation.interleaved, False)
+    flat_k, flat_v = (x.reshape(-1, 1, *x.shape[-2:]) for x in (k, v))
+    sequence = tokens_k.sequence.reshape(-1)
+    rows = torch.where(tokens_k.exists, tokens_k.at(starts), -1).reshape(-1).to(torch.int32)
+    slab: Tensor | None = sequence.to(torch.int32) if cache.batch_idx is None else cache.batch_idx[sequence]
+    block_table = None if cache.block_table is None else cache.block_table[sequence]
+    if block_table is not None:
+        slab = None
+    APPEND(
+        None, None, flat_k, flat_v, cache.k, cache.v, None, None, rows, 0, None, slab, block_table, True, False,
+    )  # fmt: skip
+    return q, starts + tokens_k.counts
+
+
+class _Tokens(NamedTuple):
+    """Where each token of a batch (B, S) or a packed tensor (T) belongs."""
+
+    sequence: Tensor  # int64, its sequence
+    row: Tensor  # int64, its row in it
+    exists: Tensor  # bool: packed tensors may have tokens of no sequence at their end
+    counts: Tensor  # int32 (B), tokens of each sequence
+
+    @classmethod
+    def of(cls, name: str, x: Tensor, cu_seqlens: Tensor | None, batch: int, q: Tensor) -> _Tokens:
+        if cu_seqlens is None:
+            seqlen = x.shape[1]
+            sequence = torch.arange(batch, device=q.device)[:, None].expand(batch, seqlen)
+            row = torch.arange(seqlen, device=q.device).expand(batch, seqlen)
+            counts = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
+            return cls(sequence, row, torch.ones_like(row, dtype=torch.bool), counts)
+        cu_seqlens = checks.cu_seqlens_of(name, cu_seqlens, q)
+        if cu_seqlens.shape[0] != batch + 1:
+            raise ShapeError(f"{name} must have shape (B + 1,), ({batch + 1},) here, got {checks.sizes(cu_seqlens)}.")
+        token = torch.arange(x.shape[0], device=q.device)
+        sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=batch - 1)
+        return cls(sequence, token - cu_seqlens[sequence], token < cu_seqlens[-1], cu_seqlens.diff())
+
+    def of_sequence(self, values: Tensor) -> Tensor:
+        """``values`` (B), for each token."""
+        return values[self.sequence].to(torch.int64)
+
+    def at(self, starts: Tensor) -> Tensor:
+        return self.of_sequence(starts) + self.row
+
+
+def _with_qv(q: Tensor, qv: Tensor, cache: _Cache) -> tuple[Tensor, Tensor]:
+    """q and the cache's keys with the values' columns beside theirs."""
+    checks.tensor_of("qv", qv)
+    checks.same_device("qv", qv, q)
+    wanted = (*q.shape[:-1], cache.v.shape[-1])
+    if tuple(qv.shape) != wanted:
+        raise ShapeError(f"qv must have q's shape and the values' head dim, {wanted}, got {checks.sizes(qv)}.")
+    together = q.shape[-1] + cache.v.shape[-1]
+    if together > checks.MAX_HEAD_DIM:
+        raise UnsupportedFeatureError(
+            f"qv needs head dims of q and v of {checks.MAX_HEAD_DIM} together at most, "
+            f"got {q.shape[-1]} + {cache.v.shape[-1]} = {together}."
+        )
+    return torch.cat((q, qv.to(q.dtype)), dim=-1), torch.cat((cache.k, cache.v), dim=-1)
+
+
+# Partial results.
+
+
+def flash_attn_combine(
+    out_partial: Tensor,
+    lse_partial: Tensor,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The attention over all keys from the attentions over parts of them.
+
+    Args:
+        out_partial: (parts, B, S, H, D), or packed (parts, T, H, D): the output over each part, in any dtype.
+        lse_partial: (parts, B, S, H), or packed (parts, T, H): its log-sum-exp, fp32, -inf where a part had no key for
+            a row. (``softmax_lse.transpose(-1, -2)`` of the other functions.)
+        out: where to write the output, (B, S, H, D) or (T, H, D). None: a new tensor.
+        out_dtype: its dtype, if new; out_partial's if None.
+
+    Returns:
+        (out, softmax_lse): softmax_lse is a view of a contiguous (B, H, S) as (B, S, H), packed (T, H). Both are
+        differentiable functions of the parts unless ``out`` is given.
+    """
+    checks.tensor_of("out_partial", out_partial)
+    checks.tensor_of("lse_partial", lse_partial)
+    checks.same_device("lse_partial", lse_partial, out_partial, "out_partial")
+    if out_partial.dim() not in (4, 5):
+        raise ShapeError(
+            f"out_partial must have shape (parts, B, S, H, D) or (parts, T, H, D), got {checks.sizes(out_partial)}."
+        )
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise ShapeError(
+            f"lse_partial must have out_partial's shape without the head dim, {tuple(out_partial.shape[:-1])}, "
+            f"got {checks.sizes(lse_partial)}."
+        )
+    if not lse_partial.dtype.is_floating_point:
+        raise DtypeError(f"lse_partial must be a floating point tensor, got {lse_partial.dtype}.")
+    lse = torch.logsumexp(lse_partial, dim=0)
+    share = torch.exp(lse_partial - lse.masked_fill(lse == float("-inf"), 0.0))
+    # A part without a key for a row has no part in it, whatever its output is.
+    values = out_partial.to(share.dtype).masked_fill((share == 0.0)[..., None], 0.0)
+    total = (values * share[..., None]).sum(dim=0)
+    lse = lse.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if out is None:
+        return total.to(out_dtype or out_partial.dtype), lse
+    checks.same_device("out", checks.tensor_of("out", out), out_partial, "out_partial")
+    if out.shape != total.shape:
+        raise ShapeError(f"out must have shape {tuple(total.shape)}, got {checks.sizes(out)}.")
+    return out.copy_(total), lse
