@@ -24,6 +24,8 @@ DEFAULT_EPOCH = 1577836800  # 2020-01-01; a zip file cannot say anything before 
 _EARLIEST = 315532800
 _GENERATOR = "flash_attn buildtools"
 _PACKAGE_SUFFIXES = (".py", ".pyi", ".typed")
+# A module beside the package, by the name that FlashAttention-3's users import.
+TOP_LEVEL = "flash_attn_interface.py"
 # What an editable install puts into the source folder of the package.
 GENERATED = ("libflash_attn.so", FILE_NAME, "build_info.json")
 _SDIST_SUFFIXES = (
@@ -46,7 +48,8 @@ def source_date_epoch(environ: Mapping[str, str]) -> int:
 def package_files(root: Path) -> dict[str, bytes]:
     """{name in the wheel: contents} of the Python package in the source tree, without what a build puts there."""
     package = root / "flash_attn"
-    return {
+    top_level = {TOP_LEVEL: (root / TOP_LEVEL).read_bytes()}
+    return top_level | {
         path.relative_to(root).as_posix(): path.read_bytes()
         for path in sorted(package.rglob("*"))
         if path.suffix in _PACKAGE_SUFFIXES and path.is_file() and not _is_generated(path.relative_to(package))

@@ -125,6 +125,7 @@ def make_tree(folder: Path) -> Path:
         "csrc/host/exports.cpp": HOST,
         "flash_attn/__init__.py": '"""A package of one file."""\n',
         "flash_attn/py.typed": "",
+        "flash_attn_interface.py": '"""A module beside the package."""\n',
     }.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
