@@ -103,11 +103,14 @@ def unpack(data: bytes, name: str = FILE_NAME) -> Archive:
     records, images = [], []
     previous = (b"", b"")
     for index in range(count):
-        key, arch, *numbers, offset, size, split = _RECORD.unpack_from(data, _HEADER.size + index * record_size)
+        fields = _RECORD.unpack_from(data, _HEADER.size + index * record_size)
+        key, arch, head_dim, block_m, block_n, threads, smem_bytes, registers, offset, size, split = fields
         if (key, arch) <= previous:
             raise ArchiveError(f"{name}: record {index} is out of order")
         previous = (key, arch)
-        record = Record(_text(key, name), _text(arch, name), *numbers, split)
+        record = Record(
+            _text(key, name), _text(arch, name), head_dim, block_m, block_n, threads, smem_bytes, registers, split
+        )
         if offset % ALIGNMENT or offset < _HEADER.size + count * record_size or offset + size > len(data):
             raise ArchiveError(
                 f"{name} is damaged: kernel {record.key} for arch {record.arch} is said to be at {offset}, "

@@ -18,7 +18,7 @@ from typing import Any
 from .archs import Arch, parse_arch
 from .errors import ArchError, SharedMemoryError, SubsetError, TableError, nearest
 
-OPS = ("fwd", "bwd")
+OPS = ("fwd", "bwd", "decode", "rotary")
 DTYPES = ("fp16", "bf16")
 MASKS = ("full", "causal", "general")  # FA_MASK is the place of the row's mask in this tuple
 REQUIRED_TILES = ("block_m", "block_n", "warps", "stages", "min_blocks")

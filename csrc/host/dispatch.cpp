@@ -389,15 +389,16 @@ void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUs
   constexpr unsigned kMinusInfinity = 0xff800000;
   const Driver& cuda = driver();
   const CurrentContext current(cuda, kernel.context);
-  check(cuda, cuda.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(values), kMinusInfinity, static_cast<size_t>(count), stream),
-        "filling lse");
+  const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(values);
+  check(cuda, cuda.cuMemsetD32Async(address, kMinusInfinity, static_cast<size_t>(count), stream), "filling lse");
 }
 
 BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_t total_q) {
   const int64_t block_m = kernel.record->block_m;
   const bool packed = params.sequences.cu_seqlens_q != nullptr;
-  // A packed sequence begins a tile of its own: one more for each, at most.
-  const int64_t tiles_of_a_head = packed ? total_q / block_m + params.batch : params.batch * blocks_of(params.seqlen_q, block_m);
+  // Each packed sequence begins a tile of its own, so that the last one of each is partly used.
+  const int64_t tiles_of_a_head =
+      packed ? total_q / block_m + params.batch : params.batch * blocks_of(params.seqlen_q, block_m);
   // Bounded like a grid, and the tile by the record's check: none of these products overflows.
   const int64_t tiles = grid_of(kernel, tiles_of_a_head, params.heads, 1);
   const int64_t rows = tiles * block_m;

@@ -23,7 +23,7 @@ constexpr int kOps = 2, kDtypes = 2, kMasks = 3;
 constexpr int kMaxHeadDim = 256;
 constexpr int kHeadDimStep = 8;
 
-// Lengths are held in ints in the kernels, where positions of queries and keys are added.
+// Lengths are below this: they are held in ints in the kernels, where positions of queries and keys are added.
 constexpr int64_t kMaxSeqlen = int64_t{1} << 30;
 
 struct KernelQuery {

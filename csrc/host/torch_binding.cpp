@@ -1,468 +1,427 @@
-// The operators flash_attn::fwd and flash_attn::bwd for CUDA tensors: the only file that knows torch.
+// The attention operators of flash_attn for CUDA tensors: from torch's tensors to a launch, and back.
 //
 // The schemas are defined in Python; loading the library (torch.ops.load_library) registers these implementations:
 //   fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor out, Tensor lse)
 //   bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, bool causal,
 //       bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)
-// q, out, dout, dq are (B, Sq, H, D), k, v, dk, dv (B, Sk, Hk, D), all of one dtype, fp16 or bf16; lse is fp32 (B, H, Sq).
-// Inputs may have any strides; outputs are contiguous.
+//   fwd_general(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q,
+//       Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state,
+//       SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,
+//       int attention_chunk, float softcap, float dropout_p) -> (Tensor out, Tensor lse)
+//   bwd_general(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor(a!) dq,
+//       Tensor(b!) dk, Tensor(c!) dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,
+//       Tensor? leftpad_k, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state, SymInt max_seqlen_q,
+//       SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk,
+//       float softcap, float dropout_p, bool deterministic) -> ()
+// q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
+// dtype, fp16 or bf16; lse and dlse are fp32 (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
+// (H, T); with cu_seqlens_k so are the keys. Tensors may have any strides; new ones are contiguous.
 //
 // Built by g++ alone, without torch and without CUDA; buildtools/host.py holds the commands. The link is against an
 // empty library named libtorch.so, so that the loader resolves torch's functions from the torch that is running.
 #include <cstdint>
-#include <cstring>
 
 #include "host/dispatch.h"
 #include "host/error.h"
 #include "host/torch_shim.h"
+#include "host/torch_tensor.h"
 
 namespace flash_attn {
 
 namespace {
 
-// Torch says whether a call worked; why is in its log, and since 2.13 also here.
-void check_torch(AOTITorchError error, const char* what) {
-  if (__builtin_expect(error == 0, 1)) return;
-  const bool has_reason = torch_exception_get_what_without_backtrace != nullptr;
-  const char* const reason = has_reason ? torch_exception_get_what_without_backtrace() : nullptr;
-  fail("torch could not %s%s%s", what, reason != nullptr ? ": " : "; its log says why.", reason != nullptr ? reason : "");
-}
+// What the general operators have beyond the tensors of attention.
+struct Options {
+  Tensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, leftpad_k, block_table, alibi_slopes, sink, rng_state;
+  int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of packed sequences
+  double softmax_scale = 0;
+  ScoreRequest scores;
 
-// An owned tensor.
-class Tensor {
- public:
-  Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}
-  Tensor(Tensor&& other) noexcept : handle_(other.release()) {}
-  Tensor& operator=(Tensor&& other) noexcept {
-    if (this != &other) {
-      reset();
-      handle_ = other.release();
-    }
-    return *this;
+  void read(Arguments& arguments, bool has_block_table) {
+    cu_seqlens_q = arguments.optional_tensor();
+    cu_seqlens_k = arguments.optional_tensor();
+    seqused_q = arguments.optional_tensor();
+    seqused_k = arguments.optional_tensor();
+    leftpad_k = arguments.optional_tensor();
+    if (has_block_table) block_table = arguments.optional_tensor();
+    alibi_slopes = arguments.optional_tensor();
+    sink = arguments.optional_tensor();
+    rng_state = arguments.optional_tensor();
+    max_seqlen_q = arguments.integer();
+    max_seqlen_k = arguments.integer();
+    softmax_scale = arguments.real();
+    scores.causal = arguments.boolean();
+    scores.window_left = arguments.integer();
+    scores.window_right = arguments.integer();
+    scores.chunk = arguments.integer();
+    scores.softcap = arguments.real();
+    scores.dropout_p = arguments.real();
   }
-  ~Tensor() { reset(); }
-
-  AtenTensorHandle get() const { return handle_; }
-  AtenTensorHandle release() {
-    const AtenTensorHandle handle = handle_;
-    handle_ = nullptr;
-    return handle;
-  }
-
- private:
-  void reset() {
-    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
-    handle_ = nullptr;
-  }
-
-  AtenTensorHandle handle_ = nullptr;
 };
 
-// Unboxing: a stack slot holds the value's bytes, the lowest first.
-template <typename T>
-T unbox(StableIValue slot) {
-  T value;
-  memcpy(&value, &slot, sizeof(value));
-  return value;
-}
-
-Tensor take_tensor(StableIValue slot) { return Tensor(unbox<AtenTensorHandle>(slot)); }
-
-StableIValue box(Tensor& tensor) {
-  const AtenTensorHandle handle = tensor.release();
-  StableIValue slot = 0;
-  memcpy(&slot, &handle, sizeof(handle));
-  return slot;
-}
-
-// torch's numbers for what is used here, asked for once.
-struct Constants {
-  int32_t cuda = aoti_torch_device_type_cuda();
-  int32_t fp16 = aoti_torch_dtype_float16();
-  int32_t bf16 = aoti_torch_dtype_bfloat16();
-  int32_t fp32 = aoti_torch_dtype_float32();
-};
-const Constants& constants() {
-  static const Constants values;
-  return values;
-}
-
-// What the launch needs to know of a tensor argument.
-struct Argument {
-  const char* name;
-  AtenTensorHandle handle;
-  const void* data;
-  const int64_t* sizes;
-  const int64_t* strides;
-  int32_t dtype;
-  int32_t device;
-};
-
-Argument read_argument(const char* name, const Tensor& tensor, int64_t rank) {
-  Argument argument;
-  argument.name = name;
-  argument.handle = tensor.get();
-  if (argument.handle == nullptr) fail("%s is no tensor.", name);
-  int64_t dim = 0;
-  int32_t device_type = 0;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  AOTITorchError error = aoti_torch_get_dim(argument.handle, &dim);
-  error |= aoti_torch_get_device_type(argument.handle, &device_type);
-  error |= aoti_torch_get_device_index(argument.handle, &argument.device);
-  error |= aoti_torch_get_dtype(argument.handle, &argument.dtype);
-  error |= aoti_torch_get_sizes(argument.handle, &sizes);
-  error |= aoti_torch_get_strides(argument.handle, &strides);
-  error |= torch_get_const_data_ptr(argument.handle, &argument.data);
-  check_torch(error, "describe a tensor");
-  argument.sizes = sizes;
-  argument.strides = strides;
-  if (dim != rank) {
-    fail("%s has %lld dimensions, not %lld.", name, static_cast<long long>(dim), static_cast<long long>(rank));
-  }
-  if (device_type != constants().cuda) fail("%s is not on a CUDA device.", name);
-  return argument;
-}
-
-void check_same(const Argument& argument, const Argument& first) {
-  if (argument.dtype != first.dtype) {
-    fail("%s and %s have different dtypes.", argument.name, first.name);
-  }
-  if (argument.device != first.device) {
-    fail("%s is on cuda:%d, %s on cuda:%d; all tensors must be on one device.", argument.name, argument.device,
-         first.name, first.device);
-  }
-}
-
-void check_sizes(const Argument& argument, const int64_t (&expected)[4]) {
-  const int64_t* const found = argument.sizes;
-  if (memcmp(found, expected, sizeof(expected)) == 0) return;
-  fail("%s has shape (%lld, %lld, %lld, %lld), expected (%lld, %lld, %lld, %lld).", argument.name,
-       static_cast<long long>(found[0]), static_cast<long long>(found[1]), static_cast<long long>(found[2]),
-       static_cast<long long>(found[3]), static_cast<long long>(expected[0]), static_cast<long long>(expected[1]),
-       static_cast<long long>(expected[2]), static_cast<long long>(expected[3]));
-}
-
-// The problem that q, k and v pose, checked: what would make a kernel read or write out of place does not pass.
+// The problem that the arguments pose, checked: what would make a kernel read or write out of place does not pass.
 struct Problem {
-  int64_t batch, seqlen_q, seqlen_k, heads, heads_kv, head_dim;
-  int64_t padded_head_dim;  // rows must start on 16 bytes, 8 elements
-  int32_t dtype;
-  int32_t device;
+  Rows q, k, v;
+  int64_t batch, seqlen_q, seqlen_k;  // lengths: the longest
+  double softmax_scale;
+  Mask mask;
+  Sequences sequences = {};
+  ScoreModifiers modifiers = {};
+  // Rows that no kernel writes are to be cleared.
+  bool clear_queries = false;
+  bool clear_keys = false;
+  Tensor alibi_copy, sink_copy;
 
-  int64_t query_shape(int i) const { return i == 0 ? batch : i == 1 ? seqlen_q : i == 2 ? heads : head_dim; }
+  int64_t heads() const { return q.sizes[2]; }
+  int64_t heads_kv() const { return k.sizes[2]; }
+  int64_t head_dim() const { return q.sizes[3]; }
+  int64_t head_dim_v() const { return v.sizes[3]; }
+  int32_t dtype() const { return q.argument.dtype; }
+  int32_t device() const { return q.argument.device; }
+  int64_t query_rows() const { return q.sizes[0] * q.sizes[1]; }
+  int64_t key_rows() const { return k.sizes[0] * k.sizes[1]; }
+  int64_t lse_rank() const { return q.packed() ? 2 : 3; }
 };
 
-Problem read_problem(const Argument& q, const Argument& k, const Argument& v) {
-  check_same(k, q);
-  check_same(v, q);
-  if (q.dtype != constants().fp16 && q.dtype != constants().bf16) fail("q is neither float16 nor bfloat16.");
-  Problem p;
-  p.dtype = q.dtype;
-  p.device = q.device;
-  p.batch = q.sizes[0];
-  p.seqlen_q = q.sizes[1];
-  p.heads = q.sizes[2];
-  p.head_dim = q.sizes[3];
-  p.seqlen_k = k.sizes[1];
-  p.heads_kv = k.sizes[2];
-  p.padded_head_dim = (p.head_dim + kHeadDimStep - 1) / kHeadDimStep * kHeadDimStep;
-  const int64_t key_shape[4] = {p.batch, p.seqlen_k, p.heads_kv, p.head_dim};
-  check_sizes(k, key_shape);
-  check_sizes(v, key_shape);
-  if (p.head_dim < 1 || p.head_dim > kMaxHeadDim) {
-    fail("q has head_dim %lld; 1 to %d are supported.", static_cast<long long>(p.head_dim), kMaxHeadDim);
+// Shapes, dtypes, devices and counts of q, k and v. `p` holds the three and its batch and lengths.
+void check_problem(const Problem& p) {
+  check_same(p.k.argument, p.q.argument);
+  check_same(p.v.argument, p.q.argument);
+  if (p.dtype() != constants().fp16 && p.dtype() != constants().bf16) {
+    fail("q is %s; float16 and bfloat16 are supported.", dtype_name(p.dtype()));
   }
-  if (p.heads_kv == 0 ? p.heads != 0 : p.heads % p.heads_kv != 0) {
-    fail("q has %lld heads, which is not a multiple of the %lld heads of k and v.", static_cast<long long>(p.heads),
-         static_cast<long long>(p.heads_kv));
+  const int64_t key_batch = p.k.packed() ? 1 : p.batch;
+  const int64_t key_shape[4] = {key_batch, p.k.sizes[1], p.heads_kv(), p.head_dim()};
+  const int64_t value_shape[4] = {key_batch, p.k.sizes[1], p.heads_kv(), p.head_dim_v()};
+  check_rows(p.k, key_shape);
+  check_rows(p.v, value_shape);
+  const Rows* const with_head_dim[] = {&p.q, &p.v};
+  for (const Rows* const rows : with_head_dim) {
+    if (rows->sizes[3] < 1 || rows->sizes[3] > kMaxHeadDim) {
+      fail("%s has head_dim %lld; 1 to %d are supported.", rows->argument.name, static_cast<long long>(rows->sizes[3]),
+           kMaxHeadDim);
+    }
   }
-  if (p.seqlen_q > kMaxSeqlen || p.seqlen_k > kMaxSeqlen || p.batch > INT32_MAX || p.heads > INT32_MAX) {
+  if (p.heads_kv() == 0 ? p.heads() != 0 : p.heads() % p.heads_kv() != 0) {
+    fail("q has %lld heads, which is not a multiple of the %lld heads of k and v.", static_cast<long long>(p.heads()),
+         static_cast<long long>(p.heads_kv()));
+  }
+  if (p.seqlen_q >= kMaxSeqlen || p.seqlen_k >= kMaxSeqlen || p.batch > INT32_MAX || p.heads() > INT32_MAX) {
     fail("batch %lld, sequence lengths %lld and %lld, or heads %lld are beyond what a kernel can count.",
          static_cast<long long>(p.batch), static_cast<long long>(p.seqlen_q), static_cast<long long>(p.seqlen_k),
-         static_cast<long long>(p.heads));
+         static_cast<long long>(p.heads()));
   }
-  return p;
 }
 
-CUstream current_stream(int32_t device) {
-  if (aoti_torch_get_current_cuda_stream == nullptr) {
-    fail("this torch was built without CUDA, but a tensor says that it is on a CUDA device.");
-  }
-  void* stream = nullptr;
-  check_torch(aoti_torch_get_current_cuda_stream(device, &stream), "name the current CUDA stream");
-  return static_cast<CUstream>(stream);
+// What fwd and bwd ask for, without any of the options.
+void read_plain(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, bool causal) {
+  p.q = read_rows("q", q, false);
+  p.k = read_rows("k", k, false);
+  p.v = read_rows("v", v, false);
+  p.batch = p.q.sizes[0];
+  p.seqlen_q = p.q.sizes[1];
+  p.seqlen_k = p.k.sizes[1];
+  p.softmax_scale = softmax_scale;
+  p.mask = causal ? Mask::causal : Mask::full;
+  check_problem(p);
 }
 
-Tensor empty(const int64_t* sizes, int64_t rank, int32_t dtype, int32_t device) {
-  int64_t strides[4];
-  int64_t stride = 1;
-  for (int64_t i = rank - 1; i >= 0; --i) {
-    strides[i] = stride;
-    stride *= sizes[i] > 0 ? sizes[i] : 1;
-  }
-  AtenTensorHandle handle = nullptr;
-  check_torch(aoti_torch_empty_strided(rank, sizes, strides, dtype, constants().cuda, device, &handle),
-              "allocate GPU memory");
-  return Tensor(handle);
+// An optional int32 tensor with one number for each sequence, or with one more of cumulative lengths; null for none.
+const int* read_numbers(const char* name, const Tensor& tensor, const Problem& p, int64_t count) {
+  if (!tensor) return nullptr;
+  const Argument argument = read_argument(name, tensor);
+  check_shape(argument, &count, 1);
+  check_dtype(argument, constants().int32);
+  check_device(argument, p.q.argument);
+  check_contiguous(argument);
+  return static_cast<const int*>(argument.data);
 }
 
-void* data_of(const Tensor& tensor) {
-  void* data = nullptr;
-  check_torch(torch_get_mutable_data_ptr(tensor.get(), &data), "give a tensor's memory");
-  return data;
+int64_t longest(const char* name, int64_t max_seqlen, const Rows& rows) {
+  if (!rows.packed()) return rows.sizes[1];
+  if (max_seqlen < 0) fail("%s is %lld; it must not be negative.", name, static_cast<long long>(max_seqlen));
+  // No sequence is longer than all of them together.
+  return max_seqlen < rows.sizes[1] ? max_seqlen : rows.sizes[1];
 }
 
-// Columns [first, first + count) of a contiguous tensor of `sizes`, as a view.
-Tensor columns(const Tensor& tensor, const int64_t (&sizes)[4], int64_t first, int64_t count) {
-  const int64_t view_sizes[4] = {sizes[0], sizes[1], sizes[2], count};
-  const int64_t strides[4] = {sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3], 1};
-  AtenTensorHandle view = nullptr;
-  check_torch(aoti_torch__reinterpret_tensor(tensor.get(), 4, view_sizes, strides, first, &view), "make a view");
-  return Tensor(view);
+// An optional fp32 tensor of one number for each head; others are converted into `copy`.
+const float* read_per_head(const Argument& argument, const Problem& p, Tensor* copy) {
+  check_device(argument, p.q.argument);
+  return static_cast<const float*>(contiguous_as(argument, constants().fp32, copy));
 }
 
-bool is_empty(const Argument& argument) {
-  return argument.sizes[0] == 0 || argument.sizes[1] == 0 || argument.sizes[2] == 0 || argument.sizes[3] == 0;
+void read_modifiers(Problem& p, const Options& options) {
+  const int64_t slopes_shape[2] = {p.batch, p.heads()};
+  if (options.alibi_slopes) {
+    const Argument slopes = read_argument("alibi_slopes", options.alibi_slopes);
+    const bool one_batch = slopes.rank == 1;
+    check_shape(slopes, one_batch ? slopes_shape + 1 : slopes_shape, one_batch ? 1 : 2);
+    p.modifiers.alibi_slopes = read_per_head(slopes, p, &p.alibi_copy);
+    p.modifiers.alibi_batch_stride = one_batch ? 0 : p.heads();
+  }
+  if (options.sink) {
+    const Argument sink = read_argument("sink", options.sink);
+    check_shape(sink, slopes_shape + 1, 1);
+    p.modifiers.sink = read_per_head(sink, p, &p.sink_copy);
+  }
+  if (options.scores.dropout_p > 0) {
+    if (!options.rng_state) fail("dropout_p is %g, but rng_state is None.", options.scores.dropout_p);
+    const Argument state = read_argument("rng_state", options.rng_state);
+    const int64_t seed_and_offset[1] = {2};
+    check_shape(state, seed_and_offset, 1);
+    check_dtype(state, constants().int64);
+    check_device(state, p.q.argument);
+    check_contiguous(state);
+    p.modifiers.rng_state = static_cast<const unsigned long long*>(state.data);
+  }
 }
 
-// Whether the kernels can read the tensor as it is: last dimension contiguous, every row on 16 bytes.
-bool readable_as_is(const Argument& argument, const Problem& problem) {
-  if (is_empty(argument)) return true;
-  if (problem.padded_head_dim != problem.head_dim || argument.strides[3] != 1) return false;
-  if (reinterpret_cast<uintptr_t>(argument.data) % 16 != 0) return false;
-  for (int i = 0; i < 3; ++i) {
-    if (argument.sizes[i] > 1 && argument.strides[i] % kHeadDimStep != 0) return false;
+void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+  p.q = read_rows("q", q, static_cast<bool>(options.cu_seqlens_q));
+  p.k = read_rows("k", k, static_cast<bool>(options.cu_seqlens_k));
+  p.v = read_rows("v", v, static_cast<bool>(options.cu_seqlens_k));
+  p.batch = p.q.sizes[0];
+  if (options.cu_seqlens_q) {
+    const Argument starts = read_argument("cu_seqlens_q", options.cu_seqlens_q);
+    check_rank(starts, 1);
+    if (starts.sizes[0] < 1) fail("cu_seqlens_q has shape (0), expected (batch + 1).");
+    p.batch = starts.sizes[0] - 1;
   }
-  return true;
+  p.seqlen_q = longest("max_seqlen_q", options.max_seqlen_q, p.q);
+  p.seqlen_k = longest("max_seqlen_k", options.max_seqlen_k, p.k);
+  p.softmax_scale = options.softmax_scale;
+  check_problem(p);
+
+  p.sequences.cu_seqlens_q = read_numbers("cu_seqlens_q", options.cu_seqlens_q, p, p.batch + 1);
+  p.sequences.cu_seqlens_k = read_numbers("cu_seqlens_k", options.cu_seqlens_k, p, p.batch + 1);
+  p.sequences.seqused_q = read_numbers("seqused_q", options.seqused_q, p, p.batch);
+  p.sequences.seqused_k = read_numbers("seqused_k", options.seqused_k, p, p.batch);
+  p.sequences.leftpad_k = read_numbers("leftpad_k", options.leftpad_k, p, p.batch);
+  read_modifiers(p, options);
+  p.mask = choose_mask(options.scores, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k), &p.modifiers);
+  // Rows past what is used; and packed rows, if there is no sequence that they could be of.
+  p.clear_queries = options.seqused_q || p.batch == 0 || p.seqlen_q == 0;
+  p.clear_keys = options.seqused_k || options.leftpad_k || p.batch == 0 || p.seqlen_k == 0;
 }
 
-// An input as the kernels read it: the tensor itself, or a copy with contiguous, aligned and zero-padded rows.
-class Input {
- public:
-  Input(const Argument& argument, const Problem& problem) {
-    if (__builtin_expect(readable_as_is(argument, problem), 1)) {
-      data_ = argument.data;
-      strides_ = Strides{stride_of(argument, 0), stride_of(argument, 1), stride_of(argument, 2)};
-      return;
-    }
-    copy(argument, problem);
-  }
-  const void* data() const { return data_; }
-  Strides strides() const { return strides_; }
-
- private:
-  // A dimension of size 1 may have any stride in torch, aligned or not.
-  static int64_t stride_of(const Argument& argument, int i) { return argument.sizes[i] > 1 ? argument.strides[i] : 0; }
-
-  __attribute__((noinline, cold)) void copy(const Argument& argument, const Problem& problem) {
-    const int64_t columns_used = problem.head_dim, columns_all = problem.padded_head_dim;
-    const int64_t sizes[4] = {argument.sizes[0], argument.sizes[1], argument.sizes[2], columns_all};
-    copy_ = empty(sizes, 4, argument.dtype, argument.device);
-    const Tensor used = columns(copy_, sizes, 0, columns_used);
-    check_torch(aoti_torch_copy_(used.get(), argument.handle, 1), "copy a tensor");
-    if (columns_all != columns_used) {
-      const Tensor padding = columns(copy_, sizes, columns_used, columns_all - columns_used);
-      check_torch(aoti_torch_zero_(padding.get()), "clear a tensor");
-    }
-    data_ = data_of(copy_);
-    strides_ = Strides{sizes[1] * sizes[2] * sizes[3], sizes[2] * sizes[3], sizes[3]};
-  }
-
-  const void* data_ = nullptr;
-  Strides strides_ = {0, 0, 0};
-  Tensor copy_;
-};
-
-// An output that the kernels write with padded rows and the caller gets contiguous, without the padding.
-class Output {
- public:
-  Output(int64_t batch, int64_t rows, int64_t heads, const Problem& problem)
-      : sizes_{batch, rows, heads, problem.padded_head_dim},
-        head_dim_(problem.head_dim),
-        dtype_(problem.dtype),
-        device_(problem.device),
-        tensor_(empty(sizes_, 4, problem.dtype, problem.device)) {}
-
-  void* data() const { return data_of(tensor_); }
-  Strides strides() const { return Strides{sizes_[1] * sizes_[2] * sizes_[3], sizes_[2] * sizes_[3], sizes_[3]}; }
-
-  // Called after the launch.
-  Tensor take() {
-    if (__builtin_expect(head_dim_ == sizes_[3], 1)) return static_cast<Tensor&&>(tensor_);
-    const int64_t sizes[4] = {sizes_[0], sizes_[1], sizes_[2], head_dim_};
-    Tensor result = empty(sizes, 4, dtype_, device_);
-    const Tensor used = columns(tensor_, sizes_, 0, head_dim_);
-    check_torch(aoti_torch_copy_(result.get(), used.get(), 1), "copy a tensor");
-    return result;
-  }
-
- private:
-  int64_t sizes_[4];
-  int64_t head_dim_;
-  int32_t dtype_;
-  int32_t device_;
-  Tensor tensor_;
-};
-
-KernelQuery query_of(Op op, const Problem& problem, bool causal) {
+const Kernel& kernel_for(Op op, const Problem& p) {
   KernelQuery query;
   query.op = op;
-  query.dtype = problem.dtype == constants().bf16 ? Dtype::bf16 : Dtype::fp16;
-  query.mask = causal ? Mask::causal : Mask::full;
-  query.head_dim = static_cast<int>(problem.padded_head_dim);
-  query.device = problem.device;
-  return query;
+  query.dtype = p.dtype() == constants().bf16 ? Dtype::bf16 : Dtype::fp16;
+  query.mask = p.mask;
+  query.head_dim = static_cast<int>(padded(p.head_dim() > p.head_dim_v() ? p.head_dim() : p.head_dim_v()));
+  query.device = p.device();
+  return resolve(query);
 }
 
 template <typename Params>
-void set_problem(Params& params, const Problem& problem, double softmax_scale) {
-  params.batch = static_cast<int>(problem.batch);
-  params.heads = static_cast<int>(problem.heads);
-  params.heads_kv = static_cast<int>(problem.heads_kv);
-  params.seqlen_q = static_cast<int>(problem.seqlen_q);
-  params.seqlen_k = static_cast<int>(problem.seqlen_k);
-  params.head_dim = static_cast<int>(problem.padded_head_dim);
-  params.scale = static_cast<float>(softmax_scale);
+void set_problem(Params& params, const Problem& p) {
+  params.batch = static_cast<int>(p.batch);
+  params.heads = static_cast<int>(p.heads());
+  params.heads_kv = static_cast<int>(p.heads_kv());
+  params.seqlen_q = static_cast<int>(p.seqlen_q);
+  params.seqlen_k = static_cast<int>(p.seqlen_k);
+  params.head_dim = static_cast<int>(padded(p.head_dim()));
+  params.head_dim_v = static_cast<int>(padded(p.head_dim_v()));
+  params.scale = static_cast<float>(p.softmax_scale);
+  params.lse_batch_stride = p.q.packed() ? 0 : p.heads() * p.q.sizes[1];
+  params.lse_head_stride = p.q.sizes[1];
+  params.sequences = p.sequences;
+  params.modifiers = p.modifiers;
 }
 
-// The stack's inputs are ours to free: every handle is taken before anything can throw. torch reads the outputs from
-// the same slots.
-void fwd(StableIValue* stack, uint64_t, uint64_t) {
-  const Tensor q_tensor = take_tensor(stack[0]);
-  const Tensor k_tensor = take_tensor(stack[1]);
-  const Tensor v_tensor = take_tensor(stack[2]);
-  const double softmax_scale = unbox<double>(stack[3]);
-  const bool causal = unbox<bool>(stack[4]);
+// Puts out and lse where the results go.
+void forward(const Problem& p, StableIValue* stack) {
+  const int64_t out_sizes[4] = {p.q.sizes[0], p.q.sizes[1], p.heads(), p.head_dim_v()};
+  const int64_t lse_sizes[3] = {p.batch, p.heads(), p.q.sizes[1]};
+  const int64_t lse_rank = p.lse_rank();
+  Output out(out_sizes, p.q.packed(), p.dtype(), p.device());
+  Tensor lse = empty(lse_sizes + 3 - lse_rank, lse_rank, constants().fp32, p.device());
 
-  const Argument q = read_argument("q", q_tensor, 4);
-  const Argument k = read_argument("k", k_tensor, 4);
-  const Argument v = read_argument("v", v_tensor, 4);
-  const Problem problem = read_problem(q, k, v);
-
-  const int64_t lse_sizes[3] = {problem.batch, problem.heads, problem.seqlen_q};
-  Output out(problem.batch, problem.seqlen_q, problem.heads, problem);
-  Tensor lse = empty(lse_sizes, 3, constants().fp32, problem.device);
-
-  if (problem.batch > 0 && problem.seqlen_q > 0 && problem.heads > 0) {
-    const Kernel& kernel = resolve(query_of(Op::fwd, problem, causal));
-    const Input q_input(q, problem), k_input(k, problem), v_input(v, problem);
+  const int64_t lse_count = p.query_rows() * p.heads();
+  if (lse_count > 0) {
+    const Kernel& kernel = kernel_for(Op::fwd, p);
+    const Input q(p.q), k(p.k), v(p.v);
+    const CUstream stream = current_stream(p.device());
     FwdParams params;
-    set_problem(params, problem, softmax_scale);
-    params.q = q_input.data();
-    params.k = k_input.data();
-    params.v = v_input.data();
+    set_problem(params, p);
+    params.q = q.data();
+    params.k = k.data();
+    params.v = v.data();
     params.out = out.data();
     params.lse = static_cast<float*>(data_of(lse));
-    params.q_stride = q_input.strides();
-    params.k_stride = k_input.strides();
-    params.v_stride = v_input.strides();
+    params.q_stride = q.strides();
+    params.k_stride = k.strides();
+    params.v_stride = v.strides();
     params.out_stride = out.strides();
-    launch_fwd(kernel, params, current_stream(problem.device));
+    if (p.clear_queries) {
+      out.zero();
+      fill_minus_infinity(kernel, params.lse, lse_count, stream);
+    }
+    launch_fwd(kernel, params, stream);
   }
   Tensor result = out.take();
   stack[0] = box(result);
   stack[1] = box(lse);
 }
 
-// lse as the kernels read it: contiguous fp32.
-Tensor contiguous_lse(const Argument& lse, const Problem& problem) {
-  const int64_t sizes[3] = {problem.batch, problem.heads, problem.seqlen_q};
-  Tensor copy = empty(sizes, 3, constants().fp32, problem.device);
-  check_torch(aoti_torch_copy_(copy.get(), lse.handle, 1), "copy a tensor");
-  return copy;
+// The forward's results and what the backward is given for them.
+struct Gradients {
+  Rows dout, out;
+  Argument lse;
+  Tensor lse_copy, dlse_copy;
+  const float* lse_data = nullptr;
+  const float* dlse_data = nullptr;
+};
+
+const float* read_lse(const Argument& lse, const Problem& p, Tensor* copy) {
+  const int64_t sizes[3] = {p.batch, p.heads(), p.q.sizes[1]};
+  check_dtype(lse, constants().fp32);
+  check_device(lse, p.q.argument);
+  check_shape(lse, sizes + 3 - p.lse_rank(), p.lse_rank());
+  return static_cast<const float*>(contiguous_as(lse, constants().fp32, copy));
 }
 
-bool is_contiguous_lse(const Argument& lse) {
-  int64_t expected = 1;
-  for (int i = 2; i >= 0; --i) {
-    if (lse.sizes[i] > 1 && lse.strides[i] != expected) return false;
-    expected *= lse.sizes[i];
+void read_gradients(Gradients& g, const Problem& p, const Tensor& dout, const Tensor& out, const Tensor& lse,
+                    const Tensor& dlse) {
+  const int64_t out_sizes[4] = {p.q.sizes[0], p.q.sizes[1], p.heads(), p.head_dim_v()};
+  g.dout = read_rows("dout", dout, p.q.packed());
+  g.out = read_rows("out", out, p.q.packed());
+  const Rows* const of_out[] = {&g.dout, &g.out};
+  for (const Rows* const rows : of_out) {
+    check_same(rows->argument, p.q.argument);
+    check_rows(*rows, out_sizes);
   }
-  return true;
+  g.lse_data = read_lse(read_argument("lse", lse), p, &g.lse_copy);
+  if (dlse) g.dlse_data = read_lse(read_argument("dlse", dlse), p, &g.dlse_copy);
 }
 
-void check_lse(const Argument& lse, const Argument& q, const Problem& problem) {
-  if (lse.dtype != constants().fp32) fail("lse is not float32.");
-  if (lse.device != q.device) fail("lse is on cuda:%d, q on cuda:%d.", lse.device, q.device);
-  if (lse.sizes[0] != problem.batch || lse.sizes[1] != problem.heads || lse.sizes[2] != problem.seqlen_q) {
-    fail("lse has shape (%lld, %lld, %lld), expected (%lld, %lld, %lld).", static_cast<long long>(lse.sizes[0]),
-         static_cast<long long>(lse.sizes[1]), static_cast<long long>(lse.sizes[2]),
-         static_cast<long long>(problem.batch), static_cast<long long>(problem.heads),
-         static_cast<long long>(problem.seqlen_q));
+void backward(const Problem& p, const Gradients& g, Output& dq, Output& dk, Output& dv, bool deterministic) {
+  // Without queries the keys' gradients are still to be cleared, and the other way round: the kernels do both.
+  if (p.query_rows() * p.heads() + p.key_rows() * p.heads_kv() == 0) return;
+  const Kernel& kernel = kernel_for(Op::bwd, p);
+  const Input dout(g.dout), q(p.q), k(p.k), v(p.v), out(g.out);
+  BwdParams params;
+  set_problem(params, p);
+  params.dout = dout.data();
+  params.q = q.data();
+  params.k = k.data();
+  params.v = v.data();
+  params.out = out.data();
+  params.lse = g.lse_data;
+  params.dlse = g.dlse_data;
+  params.dq = dq.data();
+  params.dk = dk.data();
+  params.dv = dv.data();
+  params.dout_stride = dout.strides();
+  params.q_stride = q.strides();
+  params.k_stride = k.strides();
+  params.v_stride = v.strides();
+  params.out_stride = out.strides();
+  params.dq_stride = dq.strides();
+  params.dk_stride = dk.strides();
+  params.dv_stride = dv.strides();
+  params.deterministic = deterministic ? 1 : 0;
+  if (p.clear_queries) dq.zero();
+  if (p.clear_keys) {
+    dk.zero();
+    dv.zero();
   }
+  const BwdWorkspace workspace = bwd_workspace(kernel, params, p.q.sizes[1]);
+  // Freed right after the launch: the allocator hands memory on in stream order.
+  const int64_t buffer_size[1] = {workspace.total};
+  const Tensor buffer = empty(buffer_size, 1, constants().fp32, p.device());
+  launch_bwd(kernel, params, workspace, static_cast<float*>(data_of(buffer)), current_stream(p.device()));
+}
+
+// ---- The operators. The stack's inputs are ours to free; torch reads the outputs from the same slots. ----
+
+void fwd(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const double softmax_scale = arguments.real();
+  const bool causal = arguments.boolean();
+
+  Problem problem;
+  read_plain(problem, q, k, v, softmax_scale, causal);
+  forward(problem, stack);
+}
+
+void fwd_general(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  Options options;
+  options.read(arguments, true);
+
+  if (options.block_table) fail("block_table: the forward operator has no paging; use the operator for KV caches.");
+  Problem problem;
+  read_general(problem, q, k, v, options);
+  forward(problem, stack);
 }
 
 void bwd(StableIValue* stack, uint64_t, uint64_t) {
-  const Tensor dout_tensor = take_tensor(stack[0]);
-  const Tensor q_tensor = take_tensor(stack[1]);
-  const Tensor k_tensor = take_tensor(stack[2]);
-  const Tensor v_tensor = take_tensor(stack[3]);
-  const Tensor out_tensor = take_tensor(stack[4]);
-  const Tensor lse_tensor = take_tensor(stack[5]);
-  const double softmax_scale = unbox<double>(stack[6]);
-  const bool causal = unbox<bool>(stack[7]);
-  const bool deterministic = unbox<bool>(stack[8]);
+  Arguments arguments(stack);
+  const Tensor dout = arguments.tensor();
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const Tensor out = arguments.tensor();
+  const Tensor lse = arguments.tensor();
+  const double softmax_scale = arguments.real();
+  const bool causal = arguments.boolean();
+  const bool deterministic = arguments.boolean();
 
-  const Argument q = read_argument("q", q_tensor, 4);
-  const Argument k = read_argument("k", k_tensor, 4);
-  const Argument v = read_argument("v", v_tensor, 4);
-  const Argument dout = read_argument("dout", dout_tensor, 4);
-  const Argument out = read_argument("out", out_tensor, 4);
-  const Argument lse = read_argument("lse", lse_tensor, 3);
-  const Problem problem = read_problem(q, k, v);
-  const int64_t query_shape[4] = {problem.batch, problem.seqlen_q, problem.heads, problem.head_dim};
-  check_same(dout, q);
-  check_same(out, q);
-  check_sizes(dout, query_shape);
-  check_sizes(out, query_shape);
-  check_lse(lse, q, problem);
+  Problem problem;
+  read_plain(problem, q, k, v, softmax_scale, causal);
+  Gradients gradients;
+  read_gradients(gradients, problem, dout, out, lse, Tensor());
+  Output dq(problem.q.sizes, false, problem.dtype(), problem.device());
+  Output dk(problem.k.sizes, false, problem.dtype(), problem.device());
+  Output dv(problem.v.sizes, false, problem.dtype(), problem.device());
+  backward(problem, gradients, dq, dk, dv, deterministic);
+  Tensor results[3] = {dq.take(), dk.take(), dv.take()};
+  for (int i = 0; i < 3; ++i) stack[i] = box(results[i]);
+}
 
-  Output dq(problem.batch, problem.seqlen_q, problem.heads, problem);
-  Output dk(problem.batch, problem.seqlen_k, problem.heads_kv, problem);
-  Output dv(problem.batch, problem.seqlen_k, problem.heads_kv, problem);
+// A gradient that the caller gives, to be written: of the shape, dtype and device of what it is the gradient of.
+Output given(const char* name, const Tensor& tensor, const Rows& of) {
+  const Rows rows = read_rows(name, tensor, of.packed());
+  check_same(rows.argument, of.argument);
+  check_rows(rows, of.sizes);
+  return Output(rows);
+}
 
-  // Without queries the keys' gradients are still to be cleared, and the other way round: the kernels do both.
-  const int64_t rows = problem.seqlen_q * problem.heads + problem.seqlen_k * problem.heads_kv;
-  if (problem.batch > 0 && rows > 0) {
-    const Kernel& kernel = resolve(query_of(Op::bwd, problem, causal));
-    const Input dout_input(dout, problem), q_input(q, problem), k_input(k, problem), v_input(v, problem),
-        out_input(out, problem);
-    Tensor lse_copy;
-    BwdParams params;
-    set_problem(params, problem, softmax_scale);
-    params.lse = static_cast<const float*>(lse.data);
-    if (!is_contiguous_lse(lse)) {
-      lse_copy = contiguous_lse(lse, problem);
-      params.lse = static_cast<const float*>(data_of(lse_copy));
-    }
-    params.dout = dout_input.data();
-    params.q = q_input.data();
-    params.k = k_input.data();
-    params.v = v_input.data();
-    params.out = out_input.data();
-    params.dq = dq.data();
-    params.dk = dk.data();
-    params.dv = dv.data();
-    params.dout_stride = dout_input.strides();
-    params.q_stride = q_input.strides();
-    params.k_stride = k_input.strides();
-    params.v_stride = v_input.strides();
-    params.out_stride = out_input.strides();
-    params.dq_stride = dq.strides();
-    params.dk_stride = dk.strides();
-    params.dv_stride = dv.strides();
-    params.deterministic = deterministic ? 1 : 0;
-    // Freed right after the launch: the allocator hands memory on in stream order.
-    const int64_t buffer_size[1] = {bwd_workspace(kernel, params).total};
-    const Tensor buffer = empty(buffer_size, 1, constants().fp32, problem.device);
-    launch_bwd(kernel, params, static_cast<float*>(data_of(buffer)), current_stream(problem.device));
-  }
-  Tensor dq_result = dq.take(), dk_result = dk.take(), dv_result = dv.take();
-  stack[0] = box(dq_result);
-  stack[1] = box(dk_result);
-  stack[2] = box(dv_result);
+void bwd_general(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor dout = arguments.tensor();
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const Tensor out = arguments.tensor();
+  const Tensor lse = arguments.tensor();
+  const Tensor dlse = arguments.optional_tensor();
+  const Tensor dq_given = arguments.tensor();
+  const Tensor dk_given = arguments.tensor();
+  const Tensor dv_given = arguments.tensor();
+  Options options;
+  options.read(arguments, false);
+  const bool deterministic = arguments.boolean();
+
+  Problem problem;
+  read_general(problem, q, k, v, options);
+  Gradients gradients;
+  read_gradients(gradients, problem, dout, out, lse, dlse);
+  Output dq = given("dq", dq_given, problem.q);
+  Output dk = given("dk", dk_given, problem.k);
+  Output dv = given("dv", dv_given, problem.v);
+  backward(problem, gradients, dq, dk, dv, deterministic);
+  dq.finish();
+  dk.finish();
+  dv.finish();
 }
 
 // Registers the operators while the library is loaded, and takes them back before it goes. Where torch refuses (it logs
@@ -473,6 +432,8 @@ class Registration {
     if (aoti_torch_library_init_impl("flash_attn", "CUDA", "flash_attn/torch_binding.cpp", 0, &library_) != 0) return;
     torch_library_impl(library_, "fwd", &fwd, kTorchTargetVersion);
     torch_library_impl(library_, "bwd", &bwd, kTorchTargetVersion);
+    torch_library_impl(library_, "fwd_general", &fwd_general, kTorchTargetVersion);
+    torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
   }
   ~Registration() {
     if (library_ != nullptr) aoti_torch_delete_library_object(library_);

@@ -99,29 +99,32 @@ def sanitizer_flags() -> tuple[str, ...]:
 @functools.cache
 def command_line() -> Path:
     """``host_cli``, the torch-free part of the library driven from standard input."""
-    sources = [path for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")) if path.name != "torch_binding.cpp"]
+    sources = [path for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")) if not path.name.startswith("torch_")]
     output = scratch() / "host_cli"
     return compile_cpp([HELPERS / "host_cli.cpp", *sources], output, "-ldl", "-pthread", *sanitizer_flags())
 
 
-def image(key: str, arch: str) -> bytes:
+def image(record: archive.Record) -> bytes:
     """What the fake driver takes for a compiled kernel."""
-    return f"fake {key} {arch}".encode() + b"\0"
+    return f"fake {record.key} {record.arch} {record.block_m} {record.block_n} {record.split}".encode() + b"\0"
 
 
 def kernel(key: str, arch: str, **changes: Any) -> tuple[archive.Record, bytes]:
-    """A record of the test archives; block_m is what fake_cuda.cpp assumes."""
+    """A record of the test archives and its image; the backward of head dim 128 is split."""
+    head_dim = int(key.split("-d")[1].split("-")[0])
     fields: dict[str, Any] = {
         "key": key,
         "arch": arch,
-        "head_dim": int(key.split("-d")[1].split("-")[0]),
+        "head_dim": head_dim,
         "block_m": 64,
         "block_n": 32,
         "threads": 128,
         "smem_bytes": 65536,
         "registers": 128,
+        "split": int(key.startswith("bwd-") and head_dim == 128),
     }
-    return archive.Record(**{**fields, **changes}), image(key, arch)
+    record = archive.Record(**{**fields, **changes})
+    return record, image(record)
 
 
 ALL_KEYS = tuple(
@@ -129,7 +132,7 @@ ALL_KEYS = tuple(
     for op in ("fwd", "bwd")
     for dtype in ("fp16", "bf16")
     for head_dim in (64, 128)
-    for mask in ("full", "causal")
+    for mask in ("full", "causal", "general")
 )
 ALL_ARCHS = ("80", "86", "90", "100", "120", "ptx80")
 

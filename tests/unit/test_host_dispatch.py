@@ -265,8 +265,8 @@ def test_forward_launch(machine: Machine) -> None:
     assert launch == {
         "key": FWD, "arch": "90", "entry": "flash_fwd", "grid": str(5 * 8 * 2), "block": "128", "smem": "65536",
         "stream": "0x77", "device": "0", "batch": "2", "heads": "8", "heads_kv": "2", "group": "4",
-        "seqlen_q": "300", "seqlen_k": "200", "head_dim": "128", "blocks_m": "5", "scale": "0.125000",
-        "scale_log2": "0.180337",
+        "seqlen_q": "300", "seqlen_k": "200", "head_dim": "128", "head_dim_v": "128", "blocks_m": "5",
+        "scale": "0.125000", "scale_log2": "0.180337",
     }  # fmt: skip
 
 
@@ -277,11 +277,12 @@ def test_backward_launches(machine: Machine) -> None:
     launches = machine.log("launch")
     entries = ["flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"]
     assert [launch["entry"] for launch in launches] == entries
-    assert [launch["grid"] for launch in launches] == [str(tiles), str(7 * 2 * 2), str(tiles)]
+    assert [launch["grid"] for launch in launches] == [str(tiles), str(2 * 7 * 2 * 2), str(tiles)]  # split
     assert [launch["smem"] for launch in launches] == ["0", "65536", "0"]
     for launch in launches:
         assert launch["key"] == BWD
         assert (launch["blocks_m"], launch["blocks_n"], launch["group"]) == ("5", "7", "4")
+        assert launch["total_tiles"] == str(2 * 5)
         assert (launch["stream"], launch["deterministic"], launch["scale_log2"]) == ("0x77", "1", "0.180337")
         offsets = [int(launch[name]) for name in ("lse_log2", "delta", "semaphore")]
         assert offsets == [rows * 128, rows * 128 + rows, rows * 128 + 2 * rows]
@@ -298,6 +299,10 @@ def test_backward_launches(machine: Machine) -> None:
         ("bwd 0 fp16 full 64 2 65 0 3 3", [12, 12]),
         ("bwd 0 fp16 full 64 2 0 65 3 3", [18]),
         ("bwd 0 fp16 full 64 70000 1 1 2 1", [140000, 70000, 140000]),
+        ("bwd 0 fp16 full 128 1 65 65 4 2", [8, 12, 8]),  # split: two blocks for three tiles of keys
+        ("bwd 0 fp16 full 128 1 65 0 4 2", [8, 8]),
+        ("fwd 0 fp16 general 64 80000 16 16 2 1 packed 1280000", [160000]),
+        ("bwd 0 fp16 general 64 80000 16 16 2 1 packed 1280000", [160000, 80000, 160000]),
         ("fwd 0 fp16 full 64 0 4 4 0 0", []),
     ],
 )
@@ -314,6 +319,7 @@ def test_grids(machine: Machine, call: str, grids: list[int]) -> None:
         "fwd 0 fp16 full 64 2147483647 1073741824 1 2147483647 1",  # far above 2**64
         "bwd 0 fp16 full 64 65536 64 64 32768 32768",
         "bwd 0 fp16 full 64 65536 1 33 16384 16384",  # the grid over keys alone
+        "bwd 0 fp16 full 64 1 1 1 1024 1 packed 134217728",  # the workspaces alone
     ],
 )
 def test_grid_beyond_a_launch(machine: Machine, call: str) -> None:
@@ -323,9 +329,99 @@ def test_grid_beyond_a_launch(machine: Machine, call: str) -> None:
     assert machine.log("launch") == []
 
 
+def test_split_doubles_the_grid_beyond_a_launch(machine: Machine) -> None:
+    call = "0 fp16 full {} 32768 1 33 16384 16384"
+    ok, error = machine.run(f"bwd {call.format(64)}", f"bwd {call.format(128)}")
+    assert ok.startswith("ok")
+    assert "2147483647 blocks" in error
+
+
+def test_workspace_of_packed_sequences(machine: Machine) -> None:
+    """A tile more for each sequence, whatever the longest one is."""
+    tiles, rows = 4 * (1000 // 64 + 3), 4 * (1000 // 64 + 3) * 64
+    [answer] = machine.run("bwd 0 fp16 full 64 3 700 700 4 1 packed 1000")
+    assert answer == f"ok workspace={rows * 64 + 2 * rows + tiles}"
+    assert {launch["total_tiles"] for launch in machine.log("launch")} == {str(1000 // 64 + 3)}
+
+
 def test_largest_grid(machine: Machine) -> None:
     assert machine.run("fwd 0 fp16 full 64 2147483647 64 64 1 1") == ["ok"]
     assert [launch["grid"] for launch in machine.log("launch")] == ["2147483647"]
+
+
+def test_filling(machine: Machine) -> None:
+    """Of the rows that no kernel writes: on the call's stream, in the tensor's context, nothing for nothing."""
+    machine.devices = f"{H200};{H200}"
+    assert machine.run(f"fill 1{CALL[1:]}", "current", "fill 1 bf16 causal 128 0 1 1 1 1") == ["ok", "ok -1", "ok"]
+    assert machine.log("memset") == [{"value": "ff800000", "count": "2", "stream": "0x77", "device": "1"}]
+    machine.environ = {"FAKE_CUDA_FAIL": "cuMemsetD32Async=700"}
+    [error] = machine.run(f"fill {CALL}")
+    assert "filling lse failed: CUDA_ERROR_ILLEGAL_ADDRESS" in error
+
+
+# ---- The mask kind ----
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "left", "right"),
+    [
+        # causal left right chunk softcap dropout_p alibi sink rng seqlen_q seqlen_k
+        ("0 -1 -1 0 0 0 0 0 0 100 200", "full", 200, 100),
+        ("1 -1 -1 0 0 0 0 0 0 100 200", "causal", 200, 0),
+        ("1 -1 5 0 0 0 0 0 0 100 200", "causal", 200, 0),  # causal is the stricter bound
+        ("0 -1 0 0 0 0 0 0 0 100 200", "causal", 200, 0),
+        ("0 -1 0 0 0 0 0 0 0 1 200", "full", 200, 0),  # one query sees all keys up to its own: all
+        ("0 -1 99 0 0 0 0 0 0 100 200", "full", 200, 99),
+        ("0 -1 98 0 0 0 0 0 0 100 200", "general", 200, 98),
+        ("0 199 -1 0 0 0 0 0 0 100 200", "full", 199, 100),
+        ("0 198 -1 0 0 0 0 0 0 100 200", "general", 198, 100),
+        ("1 199 0 0 0 0 0 0 0 100 200", "causal", 199, 0),
+        ("1 10 0 0 0 0 0 0 0 100 200", "general", 10, 0),
+        ("0 0 0 0 0 0 0 0 0 100 200", "general", 0, 0),
+        ("0 9000000000 9000000000 0 0 0 0 0 0 100 200", "full", 200, 100),
+        ("0 -7 -2 0 0 0 0 0 0 100 200", "full", 200, 100),
+        ("1 5 -1 0 0 0 0 0 0 0 0", "causal", 0, 0),
+        ("0 5 3 0 0 0 0 0 0 0 0", "full", 0, 0),
+        ("0 1073741822 1073741822 0 0 0 0 0 0 1073741823 1073741823", "full", 1073741822, 1073741822),
+        ("0 -1 -1 64 0 0 0 0 0 100 200", "general", 200, 100),
+        ("0 -1 -1 0 15 0 0 0 0 100 200", "general", 200, 100),
+        ("1 -1 -1 0 0 0 1 0 0 100 200", "general", 200, 0),
+        ("1 -1 -1 0 0 0 0 1 0 100 200", "general", 200, 0),
+        ("1 -1 -1 0 0 0.5 0 0 1 100 200", "general", 200, 0),
+        ("1 -1 -1 0 0 0 0 0 1 100 200", "causal", 200, 0),  # a state without dropout is of no account
+    ],
+)
+def test_mask_kind(machine: Machine, arguments: str, kind: str, left: int, right: int) -> None:
+    """The general kernel only where something hides a key or changes a score that the others do not."""
+    [answer] = machine.run(f"mask {arguments}")
+    assert answer.startswith(f"ok {kind} left={left} right={right} ")
+
+
+@pytest.mark.parametrize(
+    ("dropout", "parts"),
+    [
+        ("0", "rng=0 threshold=0 keep_scale=0"),
+        ("0.5", "rng=1 threshold=2147483648 keep_scale=2"),
+        ("0.25", "rng=1 threshold=1073741824 keep_scale=1.33333"),
+        ("0.9999999999", "rng=1 threshold=4294967295 keep_scale=1e+10"),
+    ],
+)
+def test_dropout(machine: Machine, dropout: str, parts: str) -> None:
+    [answer] = machine.run(f"mask 0 -1 -1 0 0 {dropout} 0 0 1 8 8")
+    assert answer.endswith(parts)
+
+
+@pytest.mark.parametrize("dropout", ["1", "-0.1", "2", "nan"])
+def test_dropout_out_of_range(machine: Machine, dropout: str) -> None:
+    [error] = machine.run(f"mask 0 -1 -1 0 0 {dropout} 0 0 1 8 8")
+    assert f"dropout_p is {dropout}" in error
+
+
+def test_chunk(machine: Machine) -> None:
+    chunks = {0: 0, -3: 0, 7: 7, 1 << 40: (1 << 30) - 1}
+    answers = machine.run(*(f"mask 0 -1 -1 {chunk} 2.5 0 0 0 0 8 8" for chunk in chunks))
+    for answer, chunk in zip(answers, chunks.values(), strict=True):
+        assert f" chunk={chunk} softcap=2.5 " in answer
 
 
 # ---- Failures of the driver ----
@@ -388,12 +484,12 @@ def test_exports(machine: Machine) -> None:
 @pytest.mark.parametrize(
     ("devices", "build", "answer", "parts"),
     [
-        (H200, pack, "yes", ["NVIDIA H200", "compute capability 9.0", "all 16 kernels run."]),
-        ("13.0:232448:Next", pack, "yes", ["13.0", "all 16 kernels run, 16 through PTX"]),
+        (H200, pack, "yes", ["NVIDIA H200", "compute capability 9.0", "all 24 kernels run."]),
+        ("13.0:232448:Next", pack, "yes", ["13.0", "all 24 kernels run, 24 through PTX"]),
         ("7.0:98304:V100", pack, "no", ["V100", "7.0", "8.0 or newer"]),
-        (H200, lambda: pack(archs=["80", "120"]), "no", ["none of the 16", "80", "FLASH_ATTN_CUDA_ARCHS=9.0"]),
+        (H200, lambda: pack(archs=["80", "120"]), "no", ["none of the 24", "80", "FLASH_ATTN_CUDA_ARCHS=9.0"]),
         (H200, lambda: pack(keys=[]), "no", ["no kernel"]),
-        (RTX4090, lambda: pack(smem_bytes=200000), "no", ["none of the 16", "101376"]),
+        (RTX4090, lambda: pack(smem_bytes=200000), "no", ["none of the 24", "101376"]),
         (
             RTX4090,
             lambda: archive.pack("x", [kernel(FWD, "86"), kernel(BWD, "86", smem_bytes=200000)]),
@@ -474,6 +570,7 @@ COUNT = len(ALL_KEYS) * len(ALL_ARCHS)
         (lambda: patched(RECORD + 84, "<I", 100), ["record 1", "block size"]),
         (lambda: patched(RECORD + 84, "<I", 2048), ["record 1", "block size"]),
         (lambda: patched(RECORD + 88, "<I", 1 << 30), ["record 1", "shared memory"]),
+        (lambda: patched(RECORD + 112, "<I", 2), ["record 1", "split"]),
         (lambda: patched(RECORD + 96, "<Q", 64), ["record 1", "outside"]),
         (lambda: patched(RECORD + 96, "<Q", 1 << 40), ["record 1", "outside"]),
         (lambda: patched(RECORD + 96, "<Q", (64 + 128 * COUNT) + 1), ["record 1", "outside"]),

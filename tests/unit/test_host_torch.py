@@ -14,7 +14,11 @@ from pathlib import Path
 import pytest
 from host_support import H200, HELPERS, VERSION, fake_driver, fake_torch_gpu, library, pack, scratch
 
-CASES = re.findall(r"^def (case_\w+)", (HELPERS / "torch_cases.py").read_text(), re.MULTILINE)
+CASES = [
+    case
+    for name in ("torch_cases.py", "torch_general_cases.py")
+    for case in re.findall(r"^def (case_\w+)", (HELPERS / name).read_text(), re.MULTILINE)
+]
 
 
 def installed() -> Path:
@@ -60,6 +64,8 @@ library = torch.library.Library("flash_attn", "DEF")
 library.define("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)")
 library.define("bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, "
                "bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)")
+library.define("fwd_general(Tensor q) -> (Tensor, Tensor)")
+library.define("bwd_general(Tensor q) -> ()")
 torch.ops.load_library(sys.argv[1])
 c = ctypes.CDLL(sys.argv[1])
 c.flash_attn_version.restype = ctypes.c_char_p
@@ -72,7 +78,9 @@ print(json.dumps({
     "supported": c.flash_attn_supported(0, reason, ctypes.c_size_t(1024)),
     "reason": reason.value.decode(),
     "capability": c.flash_attn_capability(0),
-    "kernels": [has(f"flash_attn::{op}", key) for op in ("fwd", "bwd") for key in ("CUDA", "CPU")],
+    "kernels": [
+        has(f"flash_attn::{op}", key) for op in ("fwd", "bwd", "fwd_general", "bwd_general") for key in ("CUDA", "CPU")
+    ],
 }))
 """
 
@@ -81,7 +89,7 @@ def test_loads_without_gpu_and_driver() -> None:
     """Any torch can load the library; without a driver the reason says so."""
     found = json.loads(run(["-c", LOAD, str(installed())], CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=""))
     assert found["version"] == VERSION
-    assert found["kernels"] == [True, False, True, False]
+    assert found["kernels"] == [True, False] * 4
     assert found["capability"] == -1
     assert found["supported"] == 0
     # On a machine with a driver but no visible GPU the driver itself is the one to complain.
@@ -92,4 +100,4 @@ def test_loads_without_gpu_and_driver() -> None:
 def test_loads_with_a_driver() -> None:
     found = json.loads(run(["-c", LOAD, str(installed())], LD_LIBRARY_PATH=str(fake_driver()), FAKE_CUDA_DEVICES=H200))
     assert (found["count"], found["error"], found["capability"], found["supported"]) == (1, "", 90, 1)
-    assert "all 16 kernels run" in found["reason"]
+    assert "all 24 kernels run" in found["reason"]

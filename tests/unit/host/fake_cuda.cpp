@@ -9,24 +9,22 @@
 //   FAKE_CUDA_THREADS, FAKE_CUDA_STATIC_SMEM  attributes of every function
 //   FAKE_CUDA_COMPUTE  1: a launch computes
 //
-// An image is the text "fake <key> <arch>".
-#include <cmath>
+// An image is the text "fake <key> <arch> <block_m> <block_n> <split>".
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <map>
 #include <mutex>
 #include <string>
 #include <vector>
 
+#include "fake_kernels.h"
 #include "params.h"
 
 using flash_attn::BwdParams;
 using flash_attn::FwdParams;
-using flash_attn::Strides;
 
 namespace {
 
@@ -92,6 +90,7 @@ int device_of(void* context) { return static_cast<int>(reinterpret_cast<uintptr_
 
 struct Module {
   std::string key, arch;
+  fake::Tile tile;
   void* context;
 };
 struct Function {
@@ -99,175 +98,6 @@ struct Function {
   std::string entry;
   int dynamic_smem = 48 * 1024;
 };
-
-// ---- The kernels' mathematics ----
-
-float from_half(uint16_t bits, bool bf16) {
-  if (bf16) {
-    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
-    float value;
-    memcpy(&value, &wide, 4);
-    return value;
-  }
-  _Float16 value;
-  memcpy(&value, &bits, 2);
-  return static_cast<float>(value);
-}
-
-uint16_t to_half(float value, bool bf16) {
-  if (bf16) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-  }
-  const _Float16 half = static_cast<_Float16>(value);
-  uint16_t bits;
-  memcpy(&bits, &half, 2);
-  return bits;
-}
-
-struct Rows {
-  const void* data;
-  Strides stride;
-  bool bf16;
-  float at(long long b, long long s, long long h, long long d) const {
-    const uint16_t* const values = static_cast<const uint16_t*>(data);
-    return from_half(values[b * stride.batch + s * stride.row + h * stride.head + d], bf16);
-  }
-  void set(long long b, long long s, long long h, long long d, float value) const {
-    uint16_t* const values = static_cast<uint16_t*>(const_cast<void*>(data));
-    values[b * stride.batch + s * stride.row + h * stride.head + d] = to_half(value, bf16);
-  }
-};
-
-// Rows that the real kernels load in pieces of 16 bytes.
-void require_aligned(const void* data, const Strides& stride) {
-  if (reinterpret_cast<uintptr_t>(data) % 16 != 0 || stride.batch % 8 != 0 || stride.row % 8 != 0 || stride.head % 8 != 0) {
-    fprintf(stderr, "fake_cuda: misaligned tensor %p (%lld, %lld, %lld)\n", data, stride.batch, stride.row, stride.head);
-    abort();
-  }
-}
-
-template <typename Params>
-bool visible(const Params& p, bool causal, long long i, long long j) {
-  return !causal || j <= i + p.seqlen_k - p.seqlen_q;
-}
-
-template <typename Params>
-float score(const Params& p, const Rows& q, const Rows& k, int b, int h, int i, int j) {
-  float sum = 0;
-  for (int d = 0; d < p.head_dim; ++d) sum += q.at(b, i, h, d) * k.at(b, j, h / p.group, d);
-  return sum * p.scale;
-}
-
-void compute_fwd(const FwdParams& p, bool bf16, bool causal) {
-  const Rows q{p.q, p.q_stride, bf16}, k{p.k, p.k_stride, bf16}, v{p.v, p.v_stride, bf16}, out{p.out, p.out_stride, bf16};
-  for (const Rows* rows : {&q, &k, &v, &out}) require_aligned(rows->data, rows->stride);
-  for (int b = 0; b < p.batch; ++b) {
-    for (int h = 0; h < p.heads; ++h) {
-      for (int i = 0; i < p.seqlen_q; ++i) {
-        float max = -std::numeric_limits<float>::infinity(), sum = 0;
-        for (int j = 0; j < p.seqlen_k; ++j) {
-          if (visible(p, causal, i, j)) max = fmaxf(max, score(p, q, k, b, h, i, j));
-        }
-        std::vector<float> row(static_cast<size_t>(p.head_dim), 0.f);
-        for (int j = 0; j < p.seqlen_k; ++j) {
-          if (!visible(p, causal, i, j)) continue;
-          const float weight = expf(score(p, q, k, b, h, i, j) - max);
-          sum += weight;
-          for (int d = 0; d < p.head_dim; ++d) row[static_cast<size_t>(d)] += weight * v.at(b, j, h / p.group, d);
-        }
-        for (int d = 0; d < p.head_dim; ++d) out.set(b, i, h, d, sum > 0 ? row[static_cast<size_t>(d)] / sum : 0.f);
-        p.lse[(static_cast<long long>(b) * p.heads + h) * p.seqlen_q + i] = max + logf(sum);
-      }
-    }
-  }
-}
-
-long long padded_rows(const BwdParams& p, int block_m) { return static_cast<long long>(p.blocks_m) * block_m; }
-
-void compute_preprocess(const BwdParams& p, int block_m, int head_dim_built, bool bf16) {
-  const Rows dout{p.dout, p.dout_stride, bf16}, out{p.out, p.out_stride, bf16};
-  const long long rows = padded_rows(p, block_m), heads = static_cast<long long>(p.batch) * p.heads;
-  for (long long x = 0; x < heads * rows * head_dim_built; ++x) p.dq_accum[x] = 0;
-  for (long long x = 0; x < heads * p.blocks_m; ++x) p.dq_semaphore[x] = 0;
-  for (int b = 0; b < p.batch; ++b) {
-    for (int h = 0; h < p.heads; ++h) {
-      for (int i = 0; i < rows; ++i) {
-        const long long head = static_cast<long long>(b) * p.heads + h;
-        float delta = 0;
-        for (int d = 0; d < p.head_dim && i < p.seqlen_q; ++d) delta += dout.at(b, i, h, d) * out.at(b, i, h, d);
-        const float lse = i < p.seqlen_q ? p.lse[head * p.seqlen_q + i] : -INFINITY;
-        p.delta[head * rows + i] = delta;
-        p.lse_log2[head * rows + i] = std::isinf(lse) ? INFINITY : lse * 1.44269504f;
-      }
-    }
-  }
-}
-
-void compute_bwd(const BwdParams& p, int block_m, int head_dim_built, bool bf16, bool causal) {
-  const Rows q{p.q, p.q_stride, bf16}, k{p.k, p.k_stride, bf16}, v{p.v, p.v_stride, bf16}, dout{p.dout, p.dout_stride, bf16};
-  const Rows dk{p.dk, p.dk_stride, bf16}, dv{p.dv, p.dv_stride, bf16};
-  for (const Rows* rows : {&q, &k, &v, &dout, &dk, &dv}) require_aligned(rows->data, rows->stride);
-  const long long rows = padded_rows(p, block_m);
-  for (int b = 0; b < p.batch; ++b) {
-    for (int hk = 0; hk < p.heads_kv; ++hk) {
-      for (int j = 0; j < p.seqlen_k; ++j) {
-        std::vector<float> sum_dk(static_cast<size_t>(p.head_dim), 0.f), sum_dv(static_cast<size_t>(p.head_dim), 0.f);
-        for (int h = hk * p.group; h < (hk + 1) * p.group; ++h) {
-          for (int i = 0; i < p.seqlen_q; ++i) {
-            if (!visible(p, causal, i, j)) continue;
-            const long long row = (static_cast<long long>(b) * p.heads + h) * rows + i;
-            const float weight = exp2f(score(p, q, k, b, h, i, j) * 1.44269504f - p.lse_log2[row]);
-            float dp = 0;
-            for (int d = 0; d < p.head_dim; ++d) dp += dout.at(b, i, h, d) * v.at(b, j, hk, d);
-            const float ds = weight * (dp - p.delta[row]) * p.scale;
-            for (int d = 0; d < p.head_dim; ++d) {
-              sum_dv[static_cast<size_t>(d)] += weight * dout.at(b, i, h, d);
-              sum_dk[static_cast<size_t>(d)] += ds * q.at(b, i, h, d);
-              p.dq_accum[row * head_dim_built + d] += ds * k.at(b, j, hk, d);
-            }
-          }
-        }
-        for (int d = 0; d < p.head_dim; ++d) {
-          dk.set(b, j, hk, d, sum_dk[static_cast<size_t>(d)]);
-          dv.set(b, j, hk, d, sum_dv[static_cast<size_t>(d)]);
-        }
-      }
-    }
-  }
-}
-
-void compute_postprocess(const BwdParams& p, int block_m, int head_dim_built, bool bf16) {
-  const Rows dq{p.dq, p.dq_stride, bf16};
-  const long long rows = padded_rows(p, block_m);
-  for (int b = 0; b < p.batch; ++b) {
-    for (int h = 0; h < p.heads; ++h) {
-      for (int i = 0; i < p.seqlen_q; ++i) {
-        const long long row = (static_cast<long long>(b) * p.heads + h) * rows + i;
-        for (int d = 0; d < p.head_dim; ++d) dq.set(b, i, h, d, p.dq_accum[row * head_dim_built + d]);
-      }
-    }
-  }
-}
-
-// The block_m of the test archives: their records and this file agree on it.
-constexpr int kBlockM = 64;
-
-void compute(const Function& function, const void* params) {
-  const std::string& key = function.module->key;
-  const bool bf16 = key.find("-bf16-") != std::string::npos;
-  const bool causal = key.find("-causal") != std::string::npos;
-  const int head_dim_built = atoi(key.c_str() + key.find("-d") + 2);
-  FwdParams fwd;
-  BwdParams bwd;
-  memcpy(&fwd, params, sizeof(fwd));
-  memcpy(&bwd, params, function.entry == "flash_fwd" ? 0 : sizeof(bwd));
-  if (function.entry == "flash_fwd") compute_fwd(fwd, bf16, causal);
-  if (function.entry == "flash_bwd_preprocess") compute_preprocess(bwd, kBlockM, head_dim_built, bf16);
-  if (function.entry == "flash_bwd") compute_bwd(bwd, kBlockM, head_dim_built, bf16, causal);
-  if (function.entry == "flash_bwd_postprocess") compute_postprocess(bwd, kBlockM, head_dim_built, bf16);
-}
 
 }  // namespace
 
@@ -367,7 +197,11 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* options, void** values) {
   std::lock_guard<std::mutex> lock(fake_mutex);
   char key[64], arch[16];
-  if (sscanf(static_cast<const char*>(image), "fake %63s %15s", key, arch) != 2) return 200;
+  fake::Tile tile;
+  if (sscanf(static_cast<const char*>(image), "fake %63s %15s %d %d %d", key, arch, &tile.block_m, &tile.block_n,
+             &tile.split) != 5) {
+    return 200;
+  }
   void* context = nullptr;
   cuCtxGetCurrent(&context);
   log("load key=%s arch=%s device=%d mode=%d", key, arch, device_of(context), capture_mode);
@@ -380,7 +214,7 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* op
     }
     return told;
   }
-  *module = new Module{key, arch, context};
+  *module = new Module{key, arch, tile, context};
   return 0;
 }
 
@@ -411,6 +245,16 @@ int cuFuncSetAttribute(void* function, int attribute_id, int value) {
   return 0;
 }
 
+int cuMemsetD32Async(unsigned long long address, unsigned value, size_t count, void* stream) {
+  void* context = nullptr;
+  cuCtxGetCurrent(&context);
+  log("memset value=%08x count=%zu stream=%p device=%d", value, count, stream, device_of(context));
+  FAKE_FAILURE(cuMemsetD32Async);
+  if (env("FAKE_CUDA_COMPUTE") != "1") return 0;
+  for (size_t i = 0; i < count; ++i) memcpy(reinterpret_cast<char*>(address) + 4 * i, &value, 4);
+  return 0;
+}
+
 int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
                    unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
   const Function& f = *static_cast<Function*>(function);
@@ -420,19 +264,19 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
     FwdParams p;
     memcpy(&p, parameters[0], sizeof(p));
     log("launch key=%s arch=%s entry=%s grid=%u block=%u smem=%u stream=%p device=%d batch=%d heads=%d heads_kv=%d group=%d "
-        "seqlen_q=%d seqlen_k=%d head_dim=%d blocks_m=%d scale=%.6f scale_log2=%.6f",
+        "seqlen_q=%d seqlen_k=%d head_dim=%d head_dim_v=%d blocks_m=%d scale=%.6f scale_log2=%.6f",
         f.module->key.c_str(), f.module->arch.c_str(), f.entry.c_str(), grid_x, block_x, shared_bytes, stream,
-        device_of(context), p.batch, p.heads, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.head_dim, p.blocks_m,
-        static_cast<double>(p.scale), static_cast<double>(p.scale_log2));
+        device_of(context), p.batch, p.heads, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.head_dim,
+        p.head_dim_v, p.blocks_m, static_cast<double>(p.scale), static_cast<double>(p.scale_log2));
   } else {
     BwdParams p;
     memcpy(&p, parameters[0], sizeof(p));
     log("launch key=%s arch=%s entry=%s grid=%u block=%u smem=%u stream=%p device=%d batch=%d heads=%d heads_kv=%d group=%d "
-        "seqlen_q=%d seqlen_k=%d head_dim=%d blocks_m=%d blocks_n=%d deterministic=%d scale_log2=%.6f lse_log2=%lld "
-        "delta=%lld semaphore=%lld",
+        "seqlen_q=%d seqlen_k=%d head_dim=%d blocks_m=%d blocks_n=%d total_tiles=%d deterministic=%d "
+        "scale_log2=%.6f lse_log2=%lld delta=%lld semaphore=%lld",
         f.module->key.c_str(), f.module->arch.c_str(), f.entry.c_str(), grid_x, block_x, shared_bytes, stream,
         device_of(context), p.batch, p.heads, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.head_dim, p.blocks_m,
-        p.blocks_n, p.deterministic, static_cast<double>(p.scale_log2), static_cast<long long>(p.lse_log2 - p.dq_accum),
+        p.blocks_n, p.total_tiles, p.deterministic, static_cast<double>(p.scale_log2), static_cast<long long>(p.lse_log2 - p.dq_accum),
         static_cast<long long>(p.delta - p.dq_accum),
         static_cast<long long>(reinterpret_cast<float*>(p.dq_semaphore) - p.dq_accum));
   }
@@ -440,7 +284,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   if (context != f.module->context) return kInvalidContext;
   if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra != nullptr) return kInvalidValue;
   if (static_cast<int>(shared_bytes) > f.dynamic_smem) return kInvalidValue;
-  if (env("FAKE_CUDA_COMPUTE") == "1") compute(f, parameters[0]);
+  if (env("FAKE_CUDA_COMPUTE") == "1") fake::compute(f.module->key, f.entry, f.module->tile, grid_x, parameters[0]);
   return 0;
 }
 

@@ -2,7 +2,7 @@
 // itself runs: its operators are registered for CPU tensors, and the fake driver computes on their memory.
 //
 // Everything else goes to the real libtorch. FAKE_TORCH_FAIL names a function that fails as torch does: error code 1.
-// fake_torch_live() counts the tensors made by the library, and not freed by it, since fake_torch_forget().
+// Memory that the library allocates begins as NaN. fake_torch_live() counts the tensors made by the library, and not freed by it, since fake_torch_forget().
 #include <dlfcn.h>
 
 #include <cstdint>
@@ -25,6 +25,15 @@ Function real(const char* name) {
 bool told_to_fail(const char* name) {
   const char* const told = getenv("FAKE_TORCH_FAIL");
   return told != nullptr && strcmp(told, name) == 0;
+}
+
+// What was on the GPU before: NaN, in every floating-point dtype.
+void poison(AtenTensorHandle tensor, int64_t ndim, const int64_t* sizes, int32_t dtype) {
+  void* data = nullptr;
+  if (real<decltype(&torch_get_mutable_data_ptr)>("torch_get_mutable_data_ptr")(tensor, &data) != 0) abort();
+  size_t bytes = dtype == real<int32_t (*)()>("aoti_torch_dtype_float32")() ? 4 : 2;
+  for (int64_t i = 0; i < ndim; ++i) bytes *= static_cast<size_t>(sizes[i]);
+  if (bytes > 0) memset(data, 0xff, bytes);
 }
 
 std::set<AtenTensorHandle>& live() {
@@ -61,7 +70,10 @@ AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, 
   if (told_to_fail("aoti_torch_empty_strided")) return 1;
   const AOTITorchError error = real<decltype(&aoti_torch_empty_strided)>("aoti_torch_empty_strided")(
       ndim, sizes_ptr, strides_ptr, dtype, device_type, -1, ret_new_tensor);
-  if (error == 0) live().insert(*ret_new_tensor);
+  if (error == 0) {
+    live().insert(*ret_new_tensor);
+    poison(*ret_new_tensor, ndim, sizes_ptr, dtype);
+  }
   return error;
 }
 

@@ -26,16 +26,20 @@ struct Shape {
   int device, head_dim, batch, seqlen_q, seqlen_k, heads, heads_kv;
   fa::Dtype dtype;
   fa::Mask mask;
+  long long packed_q;  // rows of packed queries, or -1
 };
 
 bool read_shape(const char* text, Shape* shape) {
   char dtype[8], mask[8];
-  if (sscanf(text, "%d %7s %7s %d %d %d %d %d %d", &shape->device, dtype, mask, &shape->head_dim, &shape->batch,
-             &shape->seqlen_q, &shape->seqlen_k, &shape->heads, &shape->heads_kv) != 9) {
-    return false;
-  }
+  shape->packed_q = -1;
+  const int read = sscanf(text, "%d %7s %7s %d %d %d %d %d %d packed %lld", &shape->device, dtype, mask, &shape->head_dim,
+                          &shape->batch, &shape->seqlen_q, &shape->seqlen_k, &shape->heads, &shape->heads_kv,
+                          &shape->packed_q);
+  if (read != 9 && read != 10) return false;
   shape->dtype = strcmp(dtype, "bf16") == 0 ? fa::Dtype::bf16 : fa::Dtype::fp16;
-  shape->mask = strcmp(mask, "causal") == 0 ? fa::Mask::causal : fa::Mask::full;
+  shape->mask = fa::Mask::full;
+  if (strcmp(mask, "causal") == 0) shape->mask = fa::Mask::causal;
+  if (strcmp(mask, "general") == 0) shape->mask = fa::Mask::general;
   return true;
 }
 
@@ -49,6 +53,9 @@ Params params_of(const Shape& shape) {
   params.seqlen_q = shape.seqlen_q;
   params.seqlen_k = shape.seqlen_k;
   params.head_dim = shape.head_dim;
+  params.head_dim_v = shape.head_dim;
+  static const int starts[1] = {0};  // never read
+  if (shape.packed_q >= 0) params.sequences.cu_seqlens_q = starts;
   params.scale = 0.125f;
   return params;
 }
@@ -59,19 +66,49 @@ std::string run_kernel(fa::Op op, const Shape& shape) {
   try {
     const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device});
     if (op == fa::Op::fwd) {
-      fa::launch_fwd(kernel, params_of<fa::FwdParams>(shape), kStream);
+      fa::FwdParams params = params_of<fa::FwdParams>(shape);
+      fa::launch_fwd(kernel, params, kStream);
       return "ok";
     }
     fa::BwdParams params = params_of<fa::BwdParams>(shape);
     params.deterministic = 1;
-    const fa::BwdWorkspace workspace = fa::bwd_workspace(kernel, params);
+    const fa::BwdWorkspace workspace = fa::bwd_workspace(kernel, params, shape.packed_q);
     // Only the addresses matter here: nothing is computed.
     alignas(64) static float origin[1];
-    fa::launch_bwd(kernel, params, origin, kStream);
+    fa::launch_bwd(kernel, params, workspace, origin, kStream);
     return "ok workspace=" + std::to_string(workspace.total);
   } catch (const std::exception& error) {
     return std::string("error ") + error.what();
   }
+}
+
+// causal window_left window_right chunk softcap dropout_p alibi sink rng seqlen_q seqlen_k, the pointers as 0 or 1.
+std::string choose_mask(const char* text) {
+  fa::ScoreRequest request;
+  fa::ScoreModifiers modifiers = {};
+  long long left, right, chunk;
+  int causal, alibi, sink, rng, seqlen_q, seqlen_k;
+  if (sscanf(text, "%d %lld %lld %lld %lf %lf %d %d %d %d %d", &causal, &left, &right, &chunk, &request.softcap,
+             &request.dropout_p, &alibi, &sink, &rng, &seqlen_q, &seqlen_k) != 11) {
+    return "error arguments of mask";
+  }
+  request.causal = causal != 0;
+  request.window_left = left;
+  request.window_right = right;
+  request.chunk = chunk;
+  static const float floats[1] = {0};
+  static const unsigned long long state[2] = {0, 0};
+  if (alibi != 0) modifiers.alibi_slopes = floats;
+  if (sink != 0) modifiers.sink = floats;
+  if (rng != 0) modifiers.rng_state = state;
+  const fa::Mask mask = fa::choose_mask(request, seqlen_q, seqlen_k, &modifiers);
+  const char* const names[] = {"full", "causal", "general"};
+  char answer[256];
+  snprintf(answer, sizeof(answer), "ok %s left=%d right=%d chunk=%d softcap=%g rng=%d threshold=%u keep_scale=%g",
+           names[static_cast<int>(mask)], modifiers.window_left, modifiers.window_right, modifiers.chunk,
+           static_cast<double>(modifiers.softcap), modifiers.rng_state != nullptr, modifiers.drop_threshold,
+           static_cast<double>(modifiers.keep_scale));
+  return answer;
 }
 
 std::string answer(const std::string& line) {
@@ -127,6 +164,13 @@ std::string answer(const std::string& line) {
       fa::driver().cuCtxGetCurrent(&context);
       snprintf(text, sizeof(text), "ok %d", context == nullptr ? -1 : static_cast<int>(reinterpret_cast<size_t>(context)) - 0x1000);
       return text;
+    }
+    if (command == "mask") return choose_mask(rest.c_str());
+    if (command == "fill" && read_shape(rest.c_str(), &shape)) {
+      float values[1];
+      const fa::Kernel& kernel = fa::resolve({fa::Op::fwd, shape.dtype, shape.mask, shape.head_dim, shape.device});
+      fa::fill_minus_infinity(kernel, values, shape.batch, kStream);
+      return "ok";
     }
     if (command == "fwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::fwd, shape);
     if (command == "bwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::bwd, shape);

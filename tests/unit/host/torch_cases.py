@@ -1,12 +1,11 @@
 """Runs the built host library on CPU tensors that pass for CUDA tensors; see fake_torch_gpu.cpp.
 
-Each ``case_`` function raises where something is wrong. Prints a JSON object: for every case "" or its traceback.
-Arguments: the host library (its kernel set beside it).
+Each ``case_`` function, here and in torch_general_cases.py, raises where something is wrong. Prints a JSON object: for
+every case "" or its traceback. Arguments: the host library (its kernel set beside it), and cases if not all.
 """
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import math
@@ -17,19 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch_general_cases
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-
-_LIB = torch.library.Library("flash_attn", "DEF")
-_LIB.define("fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)")
-_LIB.define(
-    "bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, bool causal, "
-    "bool deterministic) -> (Tensor, Tensor, Tensor)"
-)
-torch.ops.load_library(sys.argv[1])
-FWD = torch.ops.flash_attn.fwd.default
-BWD = torch.ops.flash_attn.bwd.default
-_COUNTER = ctypes.CDLL(None)
+from torch_support import BWD, FWD, close, made, raises
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
@@ -44,15 +34,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tu
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == -math.inf, 0).unsqueeze(-1))
     return (weights @ v).transpose(1, 2), lse
-
-
-def close(found: Tensor, expected: Tensor, name: str, tolerance: float = 2e-2) -> None:
-    assert found.shape == expected.shape, f"{name} has shape {found.shape}, expected {expected.shape}"
-    assert found.is_contiguous(), f"{name} has strides {found.stride()}"
-    assert torch.equal(found.isinf(), expected.isinf()), name
-    finite = ~expected.isinf()
-    error = (found.double() - expected.double())[finite].abs().max().item() if finite.any() else 0.0
-    assert error <= tolerance, f"{name} is off by {error}"
 
 
 def check(
@@ -230,28 +211,6 @@ def case_inputs_that_require_grad() -> None:
         check(*(x.requires_grad_() for x in inputs(d=d)), causal=True)
 
 
-def made(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What ``call`` of one operator gives, and how many tensors of the library's are left after it."""
-    _COUNTER.fake_torch_forget()
-    result = call()
-    return result, _COUNTER.fake_torch_live()
-
-
-def raises(call: Callable[[], object], *parts: str) -> None:
-    """``call`` raises a RuntimeError that names ``parts``, and no tensor is left over."""
-    _COUNTER.fake_torch_forget()
-    try:
-        call()
-    except RuntimeError as error:
-        text = str(error)
-    else:
-        text = "nothing was raised"
-    assert text.startswith("flash_attn: "), text
-    for part in parts:
-        assert part in text, text
-    assert _COUNTER.fake_torch_live() == 0, "tensors were left behind"
-
-
 def case_wrong_forward_arguments() -> None:
     q, k, v = inputs()
     bf16 = torch.bfloat16
@@ -259,14 +218,14 @@ def case_wrong_forward_arguments() -> None:
     raises(lambda: FWD(q, k, v[0], 1.0, False), "v has 3 dimensions")
     raises(lambda: FWD(q, k.to(bf16), v, 1.0, False), "k and q", "dtypes")
     raises(lambda: FWD(q, k, v.float(), 1.0, False), "v and q", "dtypes")
-    raises(lambda: FWD(q.float(), k.float(), v.float(), 1.0, False), "float16")
+    raises(lambda: FWD(q.float(), k.float(), v.float(), 1.0, False), "q is float32", "float16 and bfloat16")
     raises(lambda: FWD(q, k[:1], v, 1.0, False), "k has shape (1, 13, 2, 64)", "(2, 13, 2, 64)")
     raises(lambda: FWD(q, k, v[:, :-1], 1.0, False), "v has shape (2, 12, 2, 64)")
     raises(lambda: FWD(q, k[..., :32], v, 1.0, False), "k has shape")
-    raises(lambda: FWD(q, k, v[..., :32], 1.0, False), "v has shape")
     raises(lambda: FWD(q[:, :, :3], k, v, 1.0, False), "3 heads", "2 heads")
     raises(lambda: FWD(q, k[:, :, :0], v[:, :, :0], 1.0, False), "4 heads", "0 heads")
-    raises(lambda: FWD(q[..., :0], k[..., :0], v[..., :0], 1.0, False), "head_dim 0")
+    raises(lambda: FWD(q[..., :0], k[..., :0], v[..., :0], 1.0, False), "q has head_dim 0")
+    raises(lambda: FWD(q, k, v[..., :0], 1.0, False), "v has head_dim 0")
     raises(lambda: FWD(*(x.repeat(1, 1, 1, 5) for x in (q, k, v)), 1.0, False), "head_dim 320")
     raises(lambda: FWD(*(x.repeat(1, 1, 1, 3) for x in (q, k, v)), 1.0, False), "fwd-sm80-fp16-d192-full", "not built")
 
@@ -284,7 +243,7 @@ def case_wrong_backward_arguments() -> None:
     raises(call(out=out[..., :32]), "out has shape")
     raises(call(out=out.float()), "out and q")
     raises(call(out=out[0]), "out has 3 dimensions")
-    raises(call(lse=lse.half()), "lse is not float32")
+    raises(call(lse=lse.half()), "lse is float16, expected float32")
     raises(call(lse=lse[..., :-1]), "lse has shape (2, 4, 8)", "(2, 4, 9)")
     raises(call(lse=lse[:, :, None]), "lse has 4 dimensions")
     raises(call(k=k[:, :5]), "v has shape")
@@ -333,8 +292,8 @@ def case_reason_of_torch_is_told() -> None:
 
 def main() -> None:
     answers = {}
-    for name, case in list(globals().items()):
-        if name.startswith("case_"):
+    for name, case in {**vars(torch_general_cases), **globals()}.items():
+        if name in sys.argv[2:] or (name.startswith("case_") and len(sys.argv) == 2):
             try:
                 case()
                 answers[name] = ""
