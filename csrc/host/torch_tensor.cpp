@@ -108,11 +108,14 @@ Rows read_rows(const char* name, const Tensor& tensor, bool packed) {
   Rows rows;
   rows.argument = read_argument(name, tensor);
   check_rank(rows.argument, packed ? 3 : 4);
-  rows.sizes[0] = 1;
-  rows.strides[0] = 0;
-  for (int64_t i = 0; i < rows.argument.rank; ++i) {
-    rows.sizes[4 - rows.argument.rank + i] = rows.argument.sizes[i];
-    rows.strides[4 - rows.argument.rank + i] = rows.argument.strides[i];
+  if (packed) {
+    rows.sizes[0] = 1;
+    rows.strides[0] = 0;
+    memcpy(rows.sizes + 1, rows.argument.sizes, 3 * sizeof(int64_t));
+    memcpy(rows.strides + 1, rows.argument.strides, 3 * sizeof(int64_t));
+  } else {
+    memcpy(rows.sizes, rows.argument.sizes, sizeof(rows.sizes));
+    memcpy(rows.strides, rows.argument.strides, sizeof(rows.strides));
   }
   return rows;
 }
