@@ -153,8 +153,15 @@ def _requires_grad(x: Tensor | None) -> bool:
 
 def _is_plain(q: Tensor, v: Tensor, p: Problem) -> bool:
     """Whether the fast operators do: a dense batch with a scale and a causal mask."""
-    values = (p.window_left, p.window_right, p.attention_chunk, p.softcap)
-    return values == (NO_WINDOW, NO_WINDOW, 0, 0.0) and p[:8] == (None,) * 8 and q.shape[-1] == v.shape[-1]
+    return (
+        p.window_left == NO_WINDOW
+        and p.window_right == NO_WINDOW
+        and p.attention_chunk == 0
+        and p.softcap == 0.0
+        and q.shape[-1] == v.shape[-1]
+        and p.cu_seqlens_q is p.cu_seqlens_k is p.seqused_q is p.seqused_k is p.leftpad_k is None
+        and p.alibi_slopes is p.sink is p.rng_state is None
+    )
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, p: Problem, deterministic: bool) -> tuple[Tensor, Tensor]:

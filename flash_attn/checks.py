@@ -47,6 +47,7 @@ CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 _DEVICES = ("cuda", "cpu", "meta")
 # Lengths, and so distances between a query and a key, are below this.
 _FAR = 2**30
+_NO_WINDOWS = (NO_WINDOW, NO_WINDOW)
 
 
 def sizes(x: Tensor) -> str:
@@ -71,6 +72,8 @@ def check_qkv(
     q: Tensor, k: Tensor, v: Tensor, packed_q: bool = False, packed_k: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), or (T, H, D) where packed; cast under autocast."""
+    if _fit(q, k, v, 3 if packed_q else 4, 3 if packed_k else 4):
+        return q, k, v
     for name, x in (("q", q), ("k", k), ("v", v)):
         tensor_of(name, x)
     for name, x in (("k", k), ("v", v)):
@@ -92,6 +95,31 @@ def check_qkv(
     if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2] != 0:
         raise ShapeError(f"q's heads must be a multiple of k's: q has {q.shape[-2]} heads, k has {k.shape[-2]}.")
     return q, k, v
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor, rank_q: int, rank_k: int) -> bool:
+    """Whether all is well, and nothing to cast: the answer for almost every call, in as little time as can be."""
+    try:
+        q_shape, k_shape, v_shape, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
+        return (
+            len(q_shape) == rank_q
+            and len(k_shape) == rank_k
+            and k_shape[:-1] == v_shape[:-1]
+            and (rank_q == 3 or rank_k == 3 or q_shape[0] == k_shape[0])
+            and q_shape[-1] == k_shape[-1]
+            and 0 < q_shape[-1] <= MAX_HEAD_DIM
+            and 0 < v_shape[-1] <= MAX_HEAD_DIM
+            and k_shape[-2] > 0
+            and q_shape[-2] % k_shape[-2] == 0
+            and dtype in KERNEL_DTYPES
+            and k.dtype is dtype
+            and v.dtype is dtype
+            and k.device == device
+            and v.device == device
+            and (q.is_cuda or q.is_cpu)
+        )
+    except AttributeError:  # not tensors
+        return False
 
 
 def autocast(*tensors: Tensor) -> tuple[Any, ...]:
@@ -164,6 +192,8 @@ def check_softcap(softcap: float) -> None:
 
 def window_of(window_size: Sequence[int | None], causal: bool) -> tuple[bool, int, int]:
     """(causal, left, right), each side NO_WINDOW or what it adds to the causal mask."""
+    if window_size == _NO_WINDOWS:
+        return bool(causal), NO_WINDOW, NO_WINDOW
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ArgumentError(f"window_size must be two integers (left, right), got {window_size}.")
     sides: list[Any] = []
@@ -186,6 +216,8 @@ def attention_chunk_of(attention_chunk: int | None) -> int:
 
 def length_of(name: str, x: Any) -> int:
     """A length as an int (or a SymInt, while compiling)."""
+    if type(x) is int and x >= 0:
+        return x
     if isinstance(x, Tensor):
         if x.device.type != "cpu" or x.numel() != 1:
             raise ArgumentError(

@@ -55,7 +55,6 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-    *,
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
@@ -132,7 +131,7 @@ def flash_attn_func(
     )
     if plain:
         try:
-            q_shape, k_shape = q.shape, k.shape
+            q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
             correct = (
                 len(q_shape) == 4
                 and len(k_shape) == 4
@@ -142,11 +141,11 @@ def flash_attn_func(
                 and q_shape[2] % k_shape[2] == 0
                 and q_shape[3] == k_shape[3]
                 and 0 < q_shape[3] <= MAX_HEAD_DIM
-                and q.dtype in KERNEL_DTYPES
-                and k.dtype is q.dtype
-                and v.dtype is q.dtype
-                and k.device == q.device
-                and v.device == q.device
+                and dtype in KERNEL_DTYPES
+                and k.dtype is dtype
+                and v.dtype is dtype
+                and k.device == device
+                and v.device == device
                 and (q.is_cuda or q.is_cpu)
             )
         except AttributeError:  # not tensors
@@ -176,7 +175,7 @@ def flash_attn_func(
         return attend(q, k, v, request)
 
     if softmax_scale is None:
-        softmax_scale = q.shape[3] ** -0.5
+        softmax_scale = q_shape[3] ** -0.5
     elif isinstance(softmax_scale, Tensor):
         raise ArgumentError("softmax_scale must be a number or None, got a tensor: reading it would stall the GPU.")
     elif softmax_scale <= 0.0:

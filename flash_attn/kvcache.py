@@ -209,9 +209,10 @@ def _cache_of(
     cu_seqlens_q: Tensor | None,
 ) -> _Cache:
     """Checks q and everything about the cache."""
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.tensor_of(name, x)
-    _check_cache_tensors(q, k_cache, v_cache, cu_seqlens_q is not None, block_table is not None)
+    if not _cache_fits(q, k_cache, v_cache):
+        for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
+            checks.tensor_of(name, x)
+        _check_cache_tensors(q, k_cache, v_cache, cu_seqlens_q is not None, block_table is not None)
     if cu_seqlens_q is not None:
         batch = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q).shape[0] - 1
     else:
@@ -236,6 +237,31 @@ def _cache_of(
             raise ArgumentError(f"cache_seqlens must be at most the cache's capacity, {capacity}, got {length}.")
     leftpad = checks.numbers_of("cache_leftpad", cache_leftpad, batch, q)
     return _Cache(k_cache, v_cache, batch, capacity, length, lengths, batch_idx, leftpad, block_table)
+
+
+def _cache_fits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether all is well with the tensors of a batch, in as little time as can be."""
+    try:
+        q_shape, k_shape, v_shape, dtype, device = q.shape, k_cache.shape, v_cache.shape, q.dtype, q.device
+        return (
+            len(q_shape) == 4
+            and len(k_shape) == 4
+            and k_shape[:3] == v_shape[:3]
+            and q_shape[3] == k_shape[3]
+            and 0 < q_shape[3] <= checks.MAX_HEAD_DIM
+            and 0 < v_shape[3] <= checks.MAX_HEAD_DIM
+            and k_shape[2] > 0
+            and k_shape[1] > 0
+            and q_shape[2] % k_shape[2] == 0
+            and dtype in checks.KERNEL_DTYPES
+            and k_cache.dtype is dtype
+            and v_cache.dtype is dtype
+            and k_cache.device == device
+            and v_cache.device == device
+            and (q.is_cuda or q.is_cpu)
+        )
+    except AttributeError:  # not tensors
+        return False
 
 
 def _check_cache_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed_q: bool, paged: bool) -> None:

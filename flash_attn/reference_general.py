@@ -138,7 +138,7 @@ def _by_head(x: Tensor, heads: int) -> Tensor:
 
 def _by_group(x: Tensor, heads_kv: int) -> Tensor:
     """(H, S, D) -> (S, Hk, D), the sum over each group."""
-    return x.reshape(heads_kv, -1, *x.shape[1:]).sum(1).transpose(0, 1)
+    return x.reshape(heads_kv, x.shape[0] // heads_kv, *x.shape[1:]).sum(1).transpose(0, 1)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, p: Problem) -> tuple[Tensor, Tensor]:
