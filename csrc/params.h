@@ -136,6 +136,7 @@ struct DecodeParams {
   Strides q_stride, k_stride, v_stride, out_stride;
   Sequences sequences;         // seqused_k: the length of each cache, new keys included; leftpad_k
   const int* cache_batch_idx;  // (B): the slab of each sequence; null: its own
+  int slabs;                   // Bc; a slab outside of [0, slabs) is never followed
   Pages pages;
   ScoreModifiers modifiers;  // no dropout
   int batch;
@@ -179,6 +180,7 @@ struct RotaryParams {
   const int* cu_seqlens;  // (B + 1): packed sources
   const int* leftpad;     // (B): rows of the cache before position 0
   const int* cache_batch_idx;
+  int slabs;
   Pages pages;
   int capacity;  // rows of the cache a sequence can have; rows past it are dropped
   int batch;

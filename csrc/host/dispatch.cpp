@@ -12,12 +12,25 @@ namespace flash_attn {
 
 namespace {
 
-constexpr const char* kOpNames[kOps] = {"fwd", "bwd"};
+constexpr const char* kOpNames[kOps] = {"fwd", "bwd", "decode", "rotary"};
 constexpr const char* kDtypeNames[kDtypes] = {"fp16", "bf16"};
 constexpr const char* kMaskNames[kMasks] = {"full", "causal", "general"};
 
+// The entry points of an op in launch order, and which of them takes the dynamic shared memory.
+struct EntryPoints {
+  const char* names[3];
+  int count;
+  int main;
+};
+constexpr EntryPoints kEntryPoints[kOps] = {
+    {{"flash_fwd"}, 1, 0},
+    {{"flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"}, 3, 1},
+    {{"flash_decode", "flash_combine"}, 2, 0},
+    {{"flash_rotary"}, 1, 0},
+};
+
 // Kernel families, the fastest first. The last one has every feature.
-constexpr const char* kFamilies[] = {"sm80"};
+constexpr const char* kFamilies[] = {"sm90", "sm80"};
 constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
 constexpr int kMinCapability = 80;
 
@@ -39,7 +52,7 @@ struct Device {
   DeviceFacts facts;
   CUcontext primary;
   LoadedKernel* loaded;  // guarded by resolve_mutex
-  KernelSlot slots[kOps][kDtypes][kMasks][kHeadDimSlots];
+  KernelSlot slots[kOps][kDtypes][kMasks][2][kHeadDimSlots];
 };
 
 std::atomic<Device*> devices[kMaxDevices];
@@ -47,7 +60,7 @@ std::mutex resolve_mutex;
 
 KernelSlot& slot_of(Device& device, const KernelQuery& query) {
   return device.slots[static_cast<int>(query.op)][static_cast<int>(query.dtype)][static_cast<int>(query.mask)]
-                     [query.head_dim / kHeadDimStep - 1];
+                     [query.every_feature ? 1 : 0][query.head_dim / kHeadDimStep - 1];
 }
 
 struct Key {
@@ -135,7 +148,8 @@ Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts&
     while (family < kFamilyCount && strcmp(record.key, key_of(query, kFamilies[family], record.head_dim).text) != 0) {
       ++family;
     }
-    if (family == kFamilyCount || (forced >= 0 && family != forced)) continue;
+    if (family == kFamilyCount || (forced >= 0 && family != forced && family != kFamilyCount - 1)) continue;
+    if (query.every_feature && family != kFamilyCount - 1) continue;
     Choice found;
     found.group = group;
     found.image_count = usable_records(set, group, gpu.capability(), found.images, kMaxImages);
@@ -228,18 +242,15 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   if (!any_fits) fail_shared_memory(*choice.images[0], 0, gpu);
   if (guard.module == nullptr) fail_no_arch(set, choice.group, gpu);
 
-  constexpr const char* kFwdEntries[] = {"flash_fwd"};
-  constexpr const char* kBwdEntries[] = {"flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"};
-  const char* const* const names = op == Op::fwd ? kFwdEntries : kBwdEntries;
-  const int count = op == Op::fwd ? 1 : 3;
-  const int main_entry = op == Op::fwd ? 0 : 1;
-
+  const EntryPoints& points = kEntryPoints[static_cast<int>(op)];
   Kernel kernel = {};
   kernel.record = record;
   kernel.context = device.primary;
-  for (int i = 0; i < count; ++i) {
+  kernel.multiprocessors = gpu.multiprocessors;
+  kernel.tensor_maps = op == Op::fwd && strncmp(record->key, "fwd-sm90-", 9) == 0;
+  for (int i = 0; i < points.count; ++i) {
     CUfunction* const entry = &kernel.entry[i];
-    const CUresult found = cuda.cuModuleGetFunction(entry, guard.module, names[i]);
+    const CUresult found = cuda.cuModuleGetFunction(entry, guard.module, points.names[i]);
     if (found != CUDA_SUCCESS) check(cuda, found, Action("finding an entry point of", *record, gpu).text);
     // Reading an attribute makes a lazily loading driver load the function now, outside of a capture's reach.
     int threads = 0, static_bytes = 0;
@@ -248,9 +259,9 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
     if (read != CUDA_SUCCESS) check(cuda, read, Action("reading the attributes of", *record, gpu).text);
     if (static_cast<uint32_t>(threads) < record->threads) {
       fail("kernel %s (arch %s): %s can run with %d threads per block, the kernel set asks for %u. Reinstall flash-attn.",
-           record->key, record->arch, names[i], threads, record->threads);
+           record->key, record->arch, points.names[i], threads, record->threads);
     }
-    if (i != main_entry) continue;
+    if (i != points.main) continue;
     if (!fits(*record, static_bytes, gpu)) fail_shared_memory(*record, static_bytes, gpu);
     const CUresult set_error = cuda.cuFuncSetAttribute(*entry, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                                        static_cast<int>(record->smem_bytes));
@@ -311,10 +322,10 @@ unsigned grid_of(const Kernel& kernel, int64_t blocks, int64_t heads, int64_t ba
 
 template <typename Params>
 void launch(const Driver& cuda, const Kernel& kernel, int entry, unsigned grid, unsigned shared_bytes, Params* params,
-            CUstream stream) {
+            CUstream stream, unsigned grid_y = 1) {
   if (grid == 0) return;
-  void* arguments[] = {params};
-  const CUresult error = cuda.cuLaunchKernel(kernel.entry[entry], grid, 1, 1, kernel.record->threads, 1, 1, shared_bytes,
+  void* arguments[] = {const_cast<void*>(static_cast<const void*>(params))};
+  const CUresult error = cuda.cuLaunchKernel(kernel.entry[entry], grid, grid_y, 1, kernel.record->threads, 1, 1, shared_bytes,
                                              stream, arguments, nullptr);
   if (__builtin_expect(error != CUDA_SUCCESS, 0)) {
     fail("launching kernel %s (arch %s) with %u blocks of %u threads and %u bytes of shared memory failed: %s.",
@@ -376,12 +387,66 @@ Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreM
   return right_hides ? Mask::causal : Mask::full;
 }
 
-void launch_fwd(const Kernel& kernel, FwdParams& params, CUstream stream) {
+namespace {
+
+// The tensor map of q, k or v: (D, S, H, B), or (D, T, H, 1) if packed; boxes of 64 columns by `box_rows` rows in the
+// 128-byte swizzle. False where the driver cannot describe the strides.
+bool encode_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, const void* data, const Strides& stride,
+                int64_t head_dim, int64_t rows, int64_t heads, int64_t batch, unsigned box_rows) {
+  const uint64_t sizes[4] = {static_cast<uint64_t>(head_dim), static_cast<uint64_t>(rows), static_cast<uint64_t>(heads),
+                             static_cast<uint64_t>(batch)};
+  // A dimension of one element has no stride to speak of; the driver wants a valid one.
+  const auto bytes = [](long long elements, int64_t size) {
+    return static_cast<uint64_t>(size > 1 ? elements * 2 : 16);
+  };
+  const uint64_t strides[3] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
+  const unsigned box[4] = {64, box_rows, 1, 1};
+  const unsigned steps[4] = {1, 1, 1, 1};
+  const bool bf16 = strstr(kernel.record->key, "-bf16-") != nullptr;
+  return cuda.cuTensorMapEncodeTiled(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
+                                     const_cast<void*>(data), sizes, strides, box, steps,
+                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) ==
+         CUDA_SUCCESS;
+}
+
+bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& fwd, int64_t key_rows, CUstream stream) {
+  if (key_rows == 0) return false;  // an empty tensor has no map
+  FwdTmaParams params;
+  params.fwd = fwd;
+  const bool packed_q = fwd.sequences.cu_seqlens_q != nullptr;
+  const bool packed_k = fwd.sequences.cu_seqlens_k != nullptr;
+  const int64_t batch_q = packed_q ? 1 : fwd.batch;
+  const int64_t batch_k = packed_k ? 1 : fwd.batch;
+  const unsigned block_m = kernel.record->block_m;
+  const unsigned block_n = kernel.record->block_n;
+  if (!encode_map(cuda, params.q_map, kernel, fwd.q, fwd.q_stride, fwd.head_dim, fwd.lse_head_stride, fwd.heads, batch_q,
+                  block_m) ||
+      !encode_map(cuda, params.k_map, kernel, fwd.k, fwd.k_stride, fwd.head_dim, key_rows, fwd.heads_kv, batch_k,
+                  block_n) ||
+      !encode_map(cuda, params.v_map, kernel, fwd.v, fwd.v_stride, fwd.head_dim_v, key_rows, fwd.heads_kv, batch_k,
+                  block_n)) {
+    return false;
+  }
+  // Measured on an H200: long sequences gain by the longest tiles of all heads first, short ones by one head at a time.
+  constexpr int kManyBlocks = 64;
+  params.heads_per_group = fwd.blocks_m >= kManyBlocks ? fwd.batch * fwd.heads : 1;
+  const unsigned tiles = grid_of(kernel, fwd.blocks_m, fwd.heads, fwd.batch);
+  const unsigned multiprocessors = static_cast<unsigned>(kernel.multiprocessors);
+  launch(cuda, kernel, 0, tiles < multiprocessors ? tiles : multiprocessors, kernel.record->smem_bytes, &params, stream);
+  return true;
+}
+
+}  // namespace
+
+bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, CUstream stream) {
   const Driver& cuda = driver();
   complete(kernel, params);
-  const unsigned grid = grid_of(kernel, params.blocks_m, params.heads, params.batch);
   const CurrentContext current(cuda, kernel.context);
+  if (kernel.tensor_maps) return launch_fwd_tma(cuda, kernel, params, key_rows, stream);
+  const unsigned grid = grid_of(kernel, params.blocks_m, params.heads, params.batch);
   launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
+  return true;
 }
 
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream) {
@@ -428,6 +493,59 @@ void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
   launch(cuda, kernel, 0, query_tiles, 0, &params, stream);
   launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &params, stream);
   launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
+}
+
+int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
+  params.group = params.heads_kv > 0 ? params.heads / params.heads_kv : 1;
+  params.row_tiles =
+      static_cast<int>(blocks_of(static_cast<int64_t>(params.group) * params.seqlen_q, kernel.record->block_m));
+  constexpr int64_t kMostSplits = 128;
+  constexpr int64_t kSmallestPart = 64;  // keys
+  const int64_t parts = blocks_of(params.seqlen_k, kSmallestPart);
+  if (asked > 0) return static_cast<int>(asked < kMostSplits ? asked : kMostSplits);
+  const double multiprocessors = kernel.multiprocessors;
+  const double tiles = static_cast<double>(params.batch) * params.heads_kv * params.row_tiles;
+  if (tiles >= 0.8 * multiprocessors) return 1;
+  int64_t most = parts < kMostSplits ? parts : kMostSplits;
+  if (most > kernel.multiprocessors) most = kernel.multiprocessors;
+  // How full the GPU's last wave of blocks is, over all waves.
+  const auto efficiency = [&](int64_t splits) {
+    const double waves = tiles * static_cast<double>(splits) / multiprocessors;
+    return waves / static_cast<double>(static_cast<int64_t>(waves) + (waves > static_cast<double>(static_cast<int64_t>(waves))));
+  };
+  double best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) best = efficiency(splits) > best ? efficiency(splits) : best;
+  for (int64_t splits = 1; splits <= most; ++splits) {
+    if (efficiency(splits) >= 0.85 * best) return static_cast<int>(splits);
+  }
+  return 1;
+}
+
+void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream) {
+  const Driver& cuda = driver();
+  constexpr double kLog2E = 1.4426950408889634;
+  params.scale_log2 = static_cast<float>(params.scale * kLog2E);
+  const int64_t blocks = static_cast<int64_t>(params.row_tiles) * params.splits;
+  const unsigned grid = grid_of(kernel, blocks, params.heads_kv, params.batch);
+  const CurrentContext current(cuda, kernel.context);
+  launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
+  if (params.splits == 1) return;
+  const int64_t rows = static_cast<int64_t>(grid_of(kernel, params.seqlen_q, params.heads, params.batch));
+  launch(cuda, kernel, 1, static_cast<unsigned>(blocks_of(rows, kernel.record->threads / 32)), 0, &params, stream);
+}
+
+void launch_rotary(const Kernel& kernel, const RotaryParams& params, CUstream stream) {
+  const Driver& cuda = driver();
+  unsigned most = 0;
+  for (int i = 0; i < params.tasks; ++i) {
+    const RotaryTask& task = params.task[i];
+    const int64_t chunks = static_cast<int64_t>(task.seqlen) * (task.head_dim / kHeadDimStep);
+    const int64_t blocks = blocks_of(chunks * task.heads * params.batch, kernel.record->threads);
+    const unsigned grid = grid_of(kernel, blocks, 1, 1);
+    if (grid > most) most = grid;
+  }
+  const CurrentContext current(cuda, kernel.context);
+  launch(cuda, kernel, 0, most, 0, &params, stream, static_cast<unsigned>(params.tasks));
 }
 
 bool supported(int ordinal, char* reason, size_t size) {

@@ -14,10 +14,10 @@
 
 namespace flash_attn {
 
-enum class Op { fwd, bwd };
+enum class Op { fwd, bwd, decode, rotary };
 enum class Dtype { fp16, bf16 };
 enum class Mask { full, causal, general };  // the mask kinds of kernels.toml
-constexpr int kOps = 2, kDtypes = 2, kMasks = 3;
+constexpr int kOps = 4, kDtypes = 2, kMasks = 3;
 
 // The largest head dim that any kernel may have, and the granularity of the caller's head dim.
 constexpr int kMaxHeadDim = 256;
@@ -32,13 +32,16 @@ struct KernelQuery {
   Mask mask;
   int head_dim;  // the caller's, a multiple of kHeadDimStep in 8..kMaxHeadDim
   int device;    // ordinal
+  bool every_feature;  // only the family that has ALiBi, dropout and any strides will do
 };
 
 // A kernel loaded on one device. Never unloaded.
 struct Kernel {
   const Record* record;
   CUcontext context;
-  CUfunction entry[3];  // flash_fwd; or flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess
+  CUfunction entry[3];  // the op's entry points, in launch order
+  int multiprocessors;
+  bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams
 };
 
 // The kernel with the smallest head dim that holds the query's, of the fastest family that can run on the device. Loads
@@ -61,8 +64,9 @@ struct ScoreRequest {
 Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreModifiers* modifiers);
 
 // Launches flash_fwd. The caller has set pointers, strides, batch, heads, heads_kv, seqlen_q, seqlen_k, head dims and
-// scale, and what applies of sequences and modifiers; the rest is set here.
-void launch_fwd(const Kernel& kernel, FwdParams& params, CUstream stream);
+// scale, and what applies of sequences and modifiers; the rest is set here. `key_rows`: rows of the k tensor. False, and
+// nothing launched, where the kernel works by tensor maps and these strides cannot be put into one.
+bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, CUstream stream);
 
 // Sets `count` floats to minus infinity: the log-sum-exp of rows that no kernel writes.
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream);
@@ -81,6 +85,16 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_
 
 // Launches the three kernels of the backward pass. As launch_fwd; `buffer` is what `workspace` asks for.
 void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, CUstream stream);
+
+// Into how many parts each cache is cut: `asked`, or, where that is 0, the fewest that fill the GPU well. Sets
+// params.row_tiles.
+int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked);
+
+// Launches flash_decode and, for several splits, flash_combine. As launch_fwd.
+void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream);
+
+// Launches flash_rotary for all tasks.
+void launch_rotary(const Kernel& kernel, const RotaryParams& params, CUstream stream);
 
 // Whether this library and its kernel set can run on the device; `reason` (size bytes) is filled either way. Creates no
 // context and loads nothing.

@@ -62,6 +62,7 @@ void load(Driver& cuda) {
   bind(library, "cuFuncGetAttribute", cuda.cuFuncGetAttribute);
   bind(library, "cuFuncSetAttribute", cuda.cuFuncSetAttribute);
   bind(library, "cuMemsetD32Async", cuda.cuMemsetD32Async);
+  bind(library, "cuTensorMapEncodeTiled", cuda.cuTensorMapEncodeTiled);
   bind(library, "cuLaunchKernel", cuda.cuLaunchKernel);
   check(cuda, cuda.cuInit(0), "initialising the NVIDIA driver");
 }
@@ -110,6 +111,7 @@ DeviceFacts device_facts(const Driver& cuda, int ordinal) {
   };
   facts.major = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR);
   facts.minor = attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR);
+  facts.multiprocessors = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
   facts.shared_bytes = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
   return facts;
 }

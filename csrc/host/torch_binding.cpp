@@ -24,6 +24,7 @@
 #include "host/dispatch.h"
 #include "host/error.h"
 #include "host/torch_shim.h"
+#include "host/torch_cache.h"
 #include "host/torch_tensor.h"
 
 namespace flash_attn {
@@ -204,8 +205,9 @@ void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.clear_keys = options.seqused_k || options.leftpad_k || p.batch == 0 || p.seqlen_k == 0;
 }
 
-const Kernel& kernel_for(Op op, const Problem& p) {
+const Kernel& kernel_for(Op op, const Problem& p, bool every_feature) {
   KernelQuery query;
+  query.every_feature = every_feature;
   query.op = op;
   query.dtype = p.dtype() == constants().bf16 ? Dtype::bf16 : Dtype::fp16;
   query.mask = p.mask;
@@ -240,7 +242,8 @@ void forward(const Problem& p, StableIValue* stack) {
 
   const int64_t lse_count = p.query_rows() * p.heads();
   if (lse_count > 0) {
-    const Kernel& kernel = kernel_for(Op::fwd, p);
+    const bool every_feature = p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr;
+    const Kernel& kernel = kernel_for(Op::fwd, p, every_feature);
     const Input q(p.q), k(p.k), v(p.v);
     const CUstream stream = current_stream(p.device());
     FwdParams params;
@@ -258,7 +261,9 @@ void forward(const Problem& p, StableIValue* stack) {
       out.zero();
       fill_minus_infinity(kernel, params.lse, lse_count, stream);
     }
-    launch_fwd(kernel, params, stream);
+    if (!launch_fwd(kernel, params, p.k.sizes[1], stream)) {
+      launch_fwd(kernel_for(Op::fwd, p, true), params, p.k.sizes[1], stream);
+    }
   }
   Tensor result = out.take();
   stack[0] = box(result);
@@ -299,7 +304,7 @@ void read_gradients(Gradients& g, const Problem& p, const Tensor& dout, const Te
 void backward(const Problem& p, const Gradients& g, Output& dq, Output& dk, Output& dv, bool deterministic) {
   // Without queries the keys' gradients are still to be cleared, and the other way round: the kernels do both.
   if (p.query_rows() * p.heads() + p.key_rows() * p.heads_kv() == 0) return;
-  const Kernel& kernel = kernel_for(Op::bwd, p);
+  const Kernel& kernel = kernel_for(Op::bwd, p, true);
   const Input dout(g.dout), q(p.q), k(p.k), v(p.v), out(g.out);
   BwdParams params;
   set_problem(params, p);
@@ -434,6 +439,9 @@ class Registration {
     torch_library_impl(library_, "bwd", &bwd, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_general", &fwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
+    torch_library_impl(library_, "decode", &decode, kTorchTargetVersion);
+    torch_library_impl(library_, "rotary", &rotary, kTorchTargetVersion);
+    torch_library_impl(library_, "append", &append, kTorchTargetVersion);
   }
   ~Registration() {
     if (library_ != nullptr) aoti_torch_delete_library_object(library_);

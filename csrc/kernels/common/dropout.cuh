@@ -18,7 +18,9 @@ __device__ __forceinline__ unsigned mix(unsigned x) {
 
 // The state of one head of one sequence.
 struct Generator {
-  unsigned row_key, column_key;
+  unsigned row_key = 0, column_key = 0;
+
+  Generator() = default;
 
   __device__ __forceinline__ Generator(const unsigned long long* rng_state, int batch, int head, int heads) {
     const unsigned long long seed = rng_state[0];

@@ -1,5 +1,5 @@
 // What Hopper adds, as thin wrappers: mbarriers, bulk tensor copies, warpgroup matrix products, register reallocation.
-// Section numbers refer to the PTX ISA manual, version 8.x. sm_90a only.
+// Section numbers refer to the PTX ISA manual, version 8.8. sm_90a only.
 #pragma once
 
 namespace hopper {
@@ -52,7 +52,7 @@ __device__ __forceinline__ void prefetch_map(const void* tensor_map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
 }
 
-// 9.7.18 setmaxnreg: gives registers of this warpgroup back, or takes more.
+// 9.7.19.5 setmaxnreg: gives registers of this warpgroup back, or takes more.
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -68,9 +68,8 @@ __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-__device__ __forceinline__ void named_arrive(int barrier, int threads) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
+// 9.7.13.4 fence: ordinary stores to shared memory before it are seen by the copy engine and by wgmma after it.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // 9.7.15 wgmma. fence before the first product of a batch whenever registers it uses were written; commit closes a group.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -88,7 +87,7 @@ __device__ __forceinline__ void hold(float (&r)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(r[i])::"memory");
 }
 
-// 9.7.15.5.1 matrix descriptors of tiles in 64-column panels with the 128-byte swizzle, rows of 128 bytes.
+// 9.7.15.5.1.2.2 matrix descriptors of tiles in 64-column panels with the 128-byte swizzle, rows of 128 bytes.
 // K-major (the product runs along columns): 8-row groups are 1,024 bytes apart, one panel holds four steps of 16.
 __device__ __forceinline__ unsigned long long descriptor_k_major(unsigned address) {
   return static_cast<unsigned long long>((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;

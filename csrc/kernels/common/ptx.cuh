@@ -1,7 +1,7 @@
 // Thin wrappers over the PTX instructions the kernels are made of: one function an instruction, no policy.
 //
 // The kernels include no CUDA header, which is where most of the compile time of a small kernel goes; 16-bit floats are
-// moved as raw 32-bit pairs and converted by cvt. Section numbers refer to the PTX ISA manual, version 8.x.
+// moved as raw 32-bit pairs and converted by cvt. Section numbers refer to the PTX ISA manual, version 8.8.
 #pragma once
 
 namespace ptx {
@@ -113,6 +113,11 @@ __device__ __forceinline__ void store_shared(unsigned address, unsigned value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_16(unsigned address, const uint4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -128,7 +133,7 @@ __device__ __forceinline__ float2 load_shared_float2(unsigned address) {
   return v;
 }
 
-// 9.7.13.15 red: adds four consecutive floats in device memory, relaxed, no result. Vector form from sm_90 on.
+// 9.7.13.6 red: adds four consecutive floats in device memory, relaxed, no result. Vector form from sm_90 on.
 __device__ __forceinline__ void red_add_4(float* address, const float (&v)[4]) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v[0]), "f"(v[1]),
@@ -156,7 +161,7 @@ __device__ __forceinline__ void wait_on_dependencies() {
 #endif
 }
 
-// 8.7 memory consistency: an acquire load and a release store at device scope, for a lock between thread blocks.
+// 8.8 memory consistency: an acquire load and a release store at device scope, for a lock between thread blocks.
 __device__ __forceinline__ int load_acquire(const int* address) {
   int v;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");

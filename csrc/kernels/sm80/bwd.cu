@@ -224,7 +224,8 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
 
   // Query blocks [first_m, last_m) see a key of this block.
   const int last_query = min(sequence.seqlen_q - 1, mask.last_query(first_key + kBlockN - 1));
-  const int last_m = last_query < 0 ? 0 : last_query / kBlockM + 1;
+  // Not past the tiles that the host has made room for, should max_seqlen_q be too small.
+  const int last_m = min(p.blocks_m, last_query < 0 ? 0 : last_query / kBlockM + 1);
   const int first_m = max(0, mask.first_query(first_key)) / kBlockM;
   const int steps = max(0, last_m - first_m) * p.group;
 
@@ -281,8 +282,10 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
     const long long row = sequence.k_row + first_key + key_copy.row;
     key_copy.load<true>(shared_k, tile::source(p.k, p.k_stride, batch, head_kv, row, thread), 2 * p.k_stride.row,
                         p.head_dim, keys);
-    key_copy.load<true>(shared_v, tile::source(p.v, p.v_stride, batch, head_kv, row, thread), 2 * p.v_stride.row,
-                        p.head_dim_v, keys);
+    if constexpr (kKey) {
+      key_copy.load<true>(shared_v, tile::source(p.v, p.v_stride, batch, head_kv, row, thread), 2 * p.v_stride.row,
+                          p.head_dim_v, keys);
+    }
     load_q(0, next);
     load_do(0, next);
     ptx::cp_async_commit();
@@ -441,7 +444,8 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
           }
         }
         if (pass == 0 && p.deterministic) {
-          // All key blocks before this one have a lower block index and are running or done: the wait ends.
+          // All key blocks before this one have a lower block index. Blocks start in the order of their index, as
+          // every lock between thread blocks assumes, so they are running or done: the wait ends.
           const int turn = block_n - max(0, mask.first(first_row)) / kBlockN;
           if (thread == 0) {
             while (ptx::load_acquire(semaphore) != turn) {
@@ -529,6 +533,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       // Padding rows and rows that see no key get +inf: their probabilities, exp2(s - inf), are 0 without a test.
       const float lse = inside ? p.lse[lse_row + row] : ptx::kMinusInfinity;
       if (inside && p.dlse != nullptr) sum -= p.dlse[lse_row + row];
+      // Whatever the gradient of an output that depends on nothing.
+      if (lse == ptx::kMinusInfinity) sum = 0.0f;
       p.lse_log2[dq_tile * kBlockM + row_in_block] = lse == ptx::kMinusInfinity ? -ptx::kMinusInfinity : lse * kLog2e;
       p.delta[dq_tile * kBlockM + row_in_block] = sum;
     }

@@ -34,7 +34,8 @@ constexpr int kStageBytes = 2 * KeyTile::kBytes;
 constexpr int kWarpBytes = kStages * kStageBytes;
 static_assert(QueryTile::kBytes + kWarps * kWarpBytes == FA_SMEM_BYTES, "kernels.toml: smem of decode");
 // The partial results of the warps take the place of K and V.
-constexpr int kPartialBytes = 16 * (kHeadDim + 4) * 4 + 16 * 8;
+constexpr int kPitch = kHeadDim + 8;  // floats: rows of a half-warp's stores lie in different banks
+constexpr int kPartialBytes = 16 * kPitch * 4 + 16 * 8;
 static_assert(kPartialBytes <= kWarpBytes);
 
 extern __shared__ __align__(1024) char shared_memory[];
@@ -46,6 +47,7 @@ struct CacheRow {
   __device__ __forceinline__ CacheRow(const flash_attn::DecodeParams& p, int batch, int key) {
     if (p.pages.block_table == nullptr) {
       slab = p.cache_batch_idx != nullptr ? p.cache_batch_idx[batch] : batch;
+      if (slab >= p.slabs) slab = -1;
       row = key;
       return;
     }
@@ -95,29 +97,35 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
   auto load = [&](int tile_index, int stage) {
     const unsigned k_tile = shared_warp + stage * kStageBytes;
     const unsigned v_tile = k_tile + KeyTile::kBytes;
+    // All look-ups first: with page tables they are loads, which then overlap.
+    const char* k_rows[kPasses];
+    const char* v_rows[kPasses];
+    bool exists[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int row = pass * kRowsPerPass + lane / 8;
-      const int key = tile_index * kBlockN + row;
-      const unsigned offset = tile::swizzled(row, lane % 8);
-      const char* k_row = k_source;
-      const char* v_row = v_source;
-      bool exists = key < sequence.seqlen_k;
-      if (exists) {
+      const int key = tile_index * kBlockN + pass * kRowsPerPass + lane / 8;
+      k_rows[pass] = k_source;
+      v_rows[pass] = v_source;
+      exists[pass] = key < sequence.seqlen_k;
+      if (exists[pass]) {
         const CacheRow at(p, batch, key + static_cast<int>(sequence.k_row));
-        exists = at.slab >= 0;
-        k_row += 2 * (at.slab * p.k_stride.batch + at.row * p.k_stride.row);
-        v_row += 2 * (at.slab * p.v_stride.batch + at.row * p.v_stride.row);
+        exists[pass] = at.slab >= 0;
+        k_rows[pass] += 2 * (at.slab * p.k_stride.batch + at.row * p.k_stride.row);
+        v_rows[pass] += 2 * (at.slab * p.v_stride.batch + at.row * p.v_stride.row);
+      }
+    }
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const unsigned offset = tile::swizzled(pass * kRowsPerPass + lane / 8, lane % 8);
+#pragma unroll
+      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
+        ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes, k_rows[pass] + panel * tile::kRowBytes,
+                         exists[pass] && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
       }
 #pragma unroll
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
-        ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes, k_row + panel * tile::kRowBytes,
-                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
-      }
-#pragma unroll
-      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
-        ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes, v_row + panel * tile::kRowBytes,
-                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0);
+        ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes, v_rows[pass] + panel * tile::kRowBytes,
+                         exists[pass] && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0);
       }
     }
   };
@@ -266,7 +274,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
   ptx::cp_async_wait<0>();
   __syncthreads();
   char* const partial = shared_memory + QueryTile::kBytes;
-  constexpr int kPitch = kHeadDim + 4;  // floats; keeps rows 8 apart from sharing banks
   {
     float* const mine = reinterpret_cast<float*>(partial + warp * kWarpBytes);
 #pragma unroll

@@ -5,7 +5,7 @@
 // and probabilities never leave registers: the accumulator of S is, as it stands, the A operand of P V.
 //
 // The softmax works in base 2. Its running maximum is lazy: as long as no score of the warp exceeds the maximum in use by
-// more than 2^kSlack, it stays, and with it the accumulator and the sum. One vote takes the place of the quad reductions,
+// more than kSlack, it stays, and with it the accumulator and the sum. One vote takes the place of the quad reductions,
 // the rescaling is skipped, and the result is the same, because the final division uses the same maximum.
 #include "common/dropout.cuh"
 #include "common/problem.cuh"
@@ -269,6 +269,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       }
     }
 
+    const flash_attn::ScoreModifiers& modifiers = p.modifiers;
+    float slope = 0.0f;
+    dropout::Generator generator{};
+    if constexpr (kGeneral) {
+      if (modifiers.alibi_slopes != nullptr) {
+        slope = modifiers.alibi_slopes[batch * modifiers.alibi_batch_stride + head] * kLog2e;
+      }
+      if (modifiers.rng_state != nullptr) {
+        generator = dropout::Generator(modifiers.rng_state, batch, head, p.heads);
+      }
+    }
+
     // kMasked: the block may hold hidden keys, or end after the last one. The general kernel finds out at run time.
     auto step = [&](int n, auto masked) {
       constexpr bool kMasked = decltype(masked)::value;
@@ -325,15 +337,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       const int query_row = first_row + warp * kRowTiles * 16 + lane / 4;
       const int key = n * kBlockN + lane % 4 * 2;
       if constexpr (kGeneral) {
-        const flash_attn::ScoreModifiers& m = p.modifiers;
-        const float slope =
-            m.alibi_slopes != nullptr ? m.alibi_slopes[batch * m.alibi_batch_stride + head] * kLog2e : 0.0f;
         modify_scores(s, p, slope, mask.shift, query_row, key);
         if (n >= full_last || n < full_first) apply_mask(s, mask, query_row, key);
         softmax<true>(state, s, 1.0f);
-        if (m.rng_state != nullptr) {
-          drop(s, dropout::Generator(m.rng_state, batch, head, p.heads), m.drop_threshold, query_row, key);
-        }
+        if (modifiers.rng_state != nullptr) drop(s, generator, modifiers.drop_threshold, query_row, key);
       } else {
         if constexpr (kMasked) apply_mask(s, mask, query_row, key);
         softmax<kMasked>(state, s, p.scale_log2);

@@ -45,14 +45,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const flash_attn::RotaryTask& task = p.task[blockIdx.y];
   const int chunks = task.head_dim / 8;
   long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;
+  if (index >= static_cast<long long>(p.batch) * task.seqlen * task.heads * chunks) return;
   const int chunk = index % chunks;
   index /= chunks;
   const int head = index % task.heads;
   index /= task.heads;
   const int row = index % task.seqlen;
-  index /= task.seqlen;
-  if (index >= p.batch) return;
-  const int batch = static_cast<int>(index);
+  const int batch = static_cast<int>(index / task.seqlen);
 
   long long source_row = row;
   if (p.cu_seqlens != nullptr) {
@@ -76,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       destination_row = at % p.pages.page_size;
     } else if (p.cache_batch_idx != nullptr) {
       slab = p.cache_batch_idx[batch];
+      if (slab < 0 || slab >= p.slabs) return;
     }
   }
   const uint4* const source = reinterpret_cast<const uint4*>(
@@ -91,6 +91,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int first = chunk * 8;
   const bool known = position >= 0 && position < p.positions;
   if (first >= rotary_dim || !known) {
+    // Rows of positions that cos and sin do not have are copied as they are.
     // In place, the copy of what is not rotated is the row itself. A rotated half's partner chunk is written by its owner.
     destination[chunk] = source[chunk];
     return;

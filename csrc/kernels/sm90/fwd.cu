@@ -2,8 +2,8 @@
 //
 // Warp specialised (FlashAttention-3, Shah et al. 2024): one warp of a producer warpgroup fetches Q, K and V by bulk tensor
 // copies; each consumer warpgroup owns 64 query rows, multiplies by wgmma, and has its softmax run under matrix products:
-// its own P V of the block before, and, in turns, those of the other consumers. Persistent: a thread block takes every
-// gridDim-th tile, the producer running ahead into the next one while consumers finish.
+// its own P V of the block before, and those of the other consumers. (Having consumers take turns, as there, was slower on
+// every tile tried.) Persistent: tiles are dealt in rounds, the producer running ahead into the next while consumers finish.
 //
 // As in the sm80 kernel, the running maximum is lazy, and the accumulator is rescaled only when a score outgrows it. The
 // general mask kind has windows, chunks, softcap and sink here; ALiBi and dropout are the sm80 family's.
@@ -23,11 +23,12 @@ constexpr int kBlockM = FA_BLOCK_M;
 constexpr int kBlockN = FA_BLOCK_N;
 constexpr int kStages = FA_STAGES;
 constexpr bool kBf16 = FA_BF16;
-constexpr bool kTakeTurns = FA_TAKE_TURNS;
 constexpr bool kSeparateOutput = FA_SEPARATE_OUT;  // else the output goes through the memory of Q
 
 constexpr int kConsumers = kBlockM / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
+static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
+static_assert(kStages <= 4, "Barriers");
 static_assert(kThreads == FA_WARPS * 32 && kConsumers * 64 == kBlockM && kBlockN % 16 == 0);
 
 constexpr int kScores = kBlockN / 2;    // of a thread: 2 rows, kBlockN / 4 columns
@@ -42,7 +43,8 @@ constexpr int kKeyPanel = kBlockN * tile::kRowBytes;
 constexpr int kQueryBytes = kPanels * kQueryPanel;
 constexpr int kKeyBytes = kPanels * kKeyPanel;
 constexpr int kBarrierBytes = 1024;
-static_assert((kSeparateOutput ? 2 : 1) * kQueryBytes + 2 * kStages * kKeyBytes + kBarrierBytes == FA_SMEM_BYTES, "kernels.toml: smem of fwd");
+static_assert((kSeparateOutput ? 2 : 1) * kQueryBytes + 2 * kStages * kKeyBytes + kBarrierBytes == FA_SMEM_BYTES,
+              "kernels.toml: smem of fwd");
 
 using ScoreProduct = hopper::Wgmma<kBf16, kBlockN>;
 using OutputProduct = hopper::Wgmma<kBf16, kHeadDim>;
@@ -191,6 +193,20 @@ __device__ __forceinline__ void multiply_values(float (&out)[kOutputs], const un
   hopper::wgmma_commit();
 }
 
+// Zeroes the rows of a V tile that lie after the sequence's last key. The copy engine zeroes only what is outside of the
+// tensor; what else is there, perhaps NaN, would survive a probability of 0.
+__device__ __forceinline__ void clear_tail(unsigned v_tile, int valid, int group, int thread) {
+  if (valid >= kBlockN) return;
+  const int chunks = (kBlockN - valid) * 8;
+  for (int i = thread; i < chunks * kPanels; i += 128) {
+    const int panel = i / chunks;
+    ptx::store_shared_16(v_tile + panel * kKeyPanel + valid * tile::kRowBytes + (i - panel * chunks) * 16,
+                         make_uint4(0, 0, 0, 0));
+  }
+  hopper::fence_proxy_async();
+  hopper::named_sync(1 + group, 128);
+}
+
 // Scores to probabilities, in place. Returns by `factor` what the accumulator must be scaled by, and whether any row of
 // the warp needs it.
 template <bool kMasked>
@@ -292,20 +308,6 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
   const int my_row = group * 64 + warp * 16 + lane / 4;
   const float scale_log2 = kGeneral && p.modifiers.softcap > 0.0f ? 1.0f : p.scale_log2;
 
-  // Consumers issue their products one after the other: barrier 2 + g is consumer g's turn.
-  auto wait_turn = [&] {
-    if constexpr (kTakeTurns) hopper::named_sync(2 + group, 256);
-  };
-  auto pass_turn = [&] {
-    if constexpr (kTakeTurns) {
-      const int next = group + 1 == kConsumers ? 0 : group + 1;
-      hopper::named_arrive(2 + next, 256);
-    }
-  };
-  if constexpr (kTakeTurns) {
-    if (group == kConsumers - 1) hopper::named_arrive(2, 256);
-  }
-
   for (int round = 0; round < rounds; ++round) {
     const Tile next(params, round);
     if (!next.exists(params)) break;
@@ -329,10 +331,8 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
       hopper::barrier_wait(barriers.q_full(), q_phase);
       q_phase ^= 1;
       hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
-      wait_turn();
       hopper::wgmma_fence();
       multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
-      pass_turn();
       hopper::wgmma_wait<0>();
       hopper::hold(s);
       if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
@@ -346,13 +346,12 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
       auto step = [&](auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
         hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
-        wait_turn();
-        hopper::wgmma_fence();
+          hopper::wgmma_fence();
         multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
+        clear_tail(shared_v + v_ring.stage * kKeyBytes, work.sequence.seqlen_k - (n + 1) * kBlockN, group, thread);
         multiply_values(out, probabilities, shared_v + v_ring.stage * kKeyBytes);
-        pass_turn();
-        hopper::wgmma_wait<1>();
+          hopper::wgmma_wait<1>();
         hopper::hold(s);
         if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
         k_ring.advance();
@@ -383,17 +382,18 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
         if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
       }
       hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
-      wait_turn();
+      clear_tail(shared_v + v_ring.stage * kKeyBytes, work.sequence.seqlen_k - work.first * kBlockN, group, thread);
       hopper::wgmma_fence();
       multiply_values(out, probabilities, shared_v + v_ring.stage * kKeyBytes);
-      pass_turn();
       hopper::wgmma_wait<0>();
       hopper::hold(out);
       if (lane == 0) hopper::barrier_arrive(barriers.v_empty(v_ring.stage));
       v_ring.advance();
     }
 
-    // The output goes through this warp's rows of Q.
+    // The output goes through shared memory, this warp's rows of it. An empty tile's zeros do not: where Q's memory serves,
+    // the producer may be filling it for the next tile.
+    const bool staged = kSeparateOutput || !work.empty();
     float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
     if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
     float* const lse =
@@ -418,7 +418,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
         lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (row_max[half] + ptx::log2(sum)) * kLn2;
       }
 #pragma unroll
-      for (int j = 0; j < kHeadDim / 8; ++j) {
+      for (int j = 0; j < kHeadDim / 8 && staged; ++j) {
         ptx::store_shared(shared_out + j / 8 * kQueryPanel + tile::swizzled(row, j % 8) + lane % 4 * 4,
                           ptx::pack<kBf16>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse));
       }
@@ -435,14 +435,15 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
           char* const destination = tile::destination(p.out, p.out_stride, work.batch, work.head,
                                                       work.sequence.q_row + work.first_row + row, lane);
           *reinterpret_cast<uint4*>(destination + panel * tile::kRowBytes) =
-              ptx::load_shared_16(shared_out + panel * kQueryPanel + tile::swizzled(row, lane % 8));
+              staged ? ptx::load_shared_16(shared_out + panel * kQueryPanel + tile::swizzled(row, lane % 8))
+                     : make_uint4(0, 0, 0, 0);
         }
       }
     }
     __syncwarp();
     if (!kSeparateOutput && !work.empty()) {
       // The copy engine writes the next Q where ordinary stores have been.
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      hopper::fence_proxy_async();
       __syncwarp();
       if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
     }
