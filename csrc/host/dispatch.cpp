@@ -357,6 +357,8 @@ const Kernel& resolve(const KernelQuery& query) {
   return resolve_and_load(query);
 }
 
+bool family_is_forced() { return forced_family() >= 0; }
+
 Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreModifiers* modifiers) {
   if (!(request.dropout_p >= 0 && request.dropout_p < 1)) {
     fail("dropout_p is %g; it must be at least 0 and below 1.", request.dropout_p);

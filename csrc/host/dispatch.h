@@ -48,6 +48,9 @@ struct Kernel {
 // it at its first use on a device, also while a stream is being captured. Safe from several threads.
 const Kernel& resolve(const KernelQuery& query);
 
+// Whether FLASH_ATTN_FAMILY is set: then no choice of family is to be made for speed.
+bool family_is_forced();
+
 // What a caller asks of the scores besides scaling, in the words of the Python API.
 struct ScoreRequest {
   bool causal = false;

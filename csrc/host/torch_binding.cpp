@@ -242,7 +242,10 @@ void forward(const Problem& p, StableIValue* stack) {
 
   const int64_t lse_count = p.query_rows() * p.heads();
   if (lse_count > 0) {
-    const bool every_feature = p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr;
+    // Tensor maps cost the host more than the faster kernel saves on so few scores.
+    constexpr int64_t kFewScores = int64_t{1} << 21;
+    const bool every_feature = p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr ||
+                               (p.batch * p.heads() * p.seqlen_q * p.seqlen_k < kFewScores && !family_is_forced());
     const Kernel& kernel = kernel_for(Op::fwd, p, every_feature);
     const Input q(p.q), k(p.k), v(p.v);
     const CUstream stream = current_stream(p.device());

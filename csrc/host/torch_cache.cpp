@@ -29,17 +29,34 @@ const int* read_numbers(const char* name, const Tensor& tensor, const Argument& 
   return static_cast<const int*>(argument.data);
 }
 
-// A cache is written and read where it is: a copy of it would cost more than what is done with it.
-Rows read_cache(const char* name, const Tensor& tensor, const Argument& first) {
-  Rows rows = read_rows(name, tensor, false);
-  check_same(rows.argument, first);
-  if (!usable_as_is(rows)) {
-    fail("%s must have a contiguous last dimension, a head_dim that is a multiple of %lld and rows on 16 bytes; its shape is "
-         "%s.",
-         name, static_cast<long long>(kRowStep), ShapeText(rows.argument).c_str());
+// A cache as the kernels use it: where it is, or, if its rows are not ones that they can move, a copy of all of it.
+class Cache {
+ public:
+  Cache(const char* name, const Tensor& tensor, const Argument& first) : rows(read_rows(name, tensor, false)) {
+    check_same(rows.argument, first);
+    if (usable_as_is(rows)) {
+      data = const_cast<void*>(rows.argument.data);
+      strides = kernel_strides(rows);
+      return;
+    }
+    copy_ = PaddedRows(rows.sizes, false, rows.argument.dtype, rows.argument.device);
+    copy_.copy_from(rows.argument.handle);
+    if (copy_.has_padding()) copy_.zero_padding();
+    data = copy_.data();
+    strides = copy_.strides();
   }
-  return rows;
-}
+  // Takes what was written over into the cache itself; called after the launch.
+  void finish() const {
+    if (copy_) copy_.copy_to(rows.argument.handle);
+  }
+
+  Rows rows;
+  void* data = nullptr;
+  Strides strides = {0, 0, 0};
+
+ private:
+  PaddedRows copy_;
+};
 
 // The pages of a cache, or none; `capacity` is what a sequence can hold.
 Pages read_pages(const Tensor& tensor, const Rows& cache, int64_t batch, int64_t* capacity) {
@@ -111,8 +128,10 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t num_splits = arguments.integer();
 
   const Rows q = read_rows("q", q_tensor, false);
-  const Rows k = read_cache("k_cache", k_tensor, q.argument);
-  const Rows v = read_cache("v_cache", v_tensor, q.argument);
+  const Cache k_cache("k_cache", k_tensor, q.argument);
+  const Cache v_cache("v_cache", v_tensor, q.argument);
+  const Rows& k = k_cache.rows;
+  const Rows& v = v_cache.rows;
   const int64_t batch = q.sizes[0], heads = q.sizes[2], heads_kv = k.sizes[2];
   const int64_t k_shape[4] = {k.sizes[0], k.sizes[1], heads_kv, q.sizes[3]};
   const int64_t v_shape[4] = {k.sizes[0], k.sizes[1], heads_kv, v.sizes[3]};
@@ -164,13 +183,13 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
     params.cache_batch_idx = read_numbers("cache_batch_idx", cache_batch_idx, q.argument, batch);
     params.slabs = static_cast<int>(k.sizes[0]);
     params.q = q_input.data();
-    params.k = k.argument.data;
-    params.v = v.argument.data;
+    params.k = k_cache.data;
+    params.v = v_cache.data;
     params.out = out.data();
     params.lse = static_cast<float*>(data_of(lse));
     params.q_stride = q_input.strides();
-    params.k_stride = kernel_strides(k);
-    params.v_stride = kernel_strides(v);
+    params.k_stride = k_cache.strides;
+    params.v_stride = v_cache.strides;
     params.out_stride = out.strides();
     params.batch = static_cast<int>(batch);
     params.heads = static_cast<int>(heads);
@@ -320,8 +339,10 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   const Rows k = read_rows("k", k_tensor, false);
   const Rows v = read_rows("v", v_tensor, false);
   check_same(v.argument, k.argument);
-  const Rows k_cache = read_cache("k_cache", k_cache_tensor, k.argument);
-  const Rows v_cache = read_cache("v_cache", v_cache_tensor, k.argument);
+  const Cache k_slabs("k_cache", k_cache_tensor, k.argument);
+  const Cache v_slabs("v_cache", v_cache_tensor, k.argument);
+  const Rows& k_cache = k_slabs.rows;
+  const Rows& v_cache = v_slabs.rows;
   const int64_t batch = k.sizes[0];
   const int64_t v_shape[4] = {batch, k.sizes[1], k.sizes[2], v_cache.sizes[3]};
   const int64_t k_cache_shape[4] = {k_cache.sizes[0], k_cache.sizes[1], k.sizes[2], k.sizes[3]};
@@ -354,12 +375,12 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   const Input k_input(k), v_input(v);
   const Rows* const sources[2] = {&k, &v};
   const Input* const inputs[2] = {&k_input, &v_input};
-  const Rows* const caches[2] = {&k_cache, &v_cache};
+  const Cache* const caches[2] = {&k_slabs, &v_slabs};
   for (int i = 0; i < 2; ++i) {
     RotaryTask& task = params.task[i];
     set_task(task, *sources[i], *inputs[i]);
-    task.destination = const_cast<void*>(caches[i]->argument.data);
-    task.destination_stride = kernel_strides(*caches[i]);
+    task.destination = caches[i]->data;
+    task.destination_stride = caches[i]->strides;
     task.seqlen = static_cast<int>(sources[i]->sizes[1]);
     task.rotate = rotates && i == 0 ? 1 : 0;
     task.to_cache = 1;
@@ -368,6 +389,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
 
   if (!q_tensor) {
     launch_rotary(rotary_kernel(k.argument), params, current_stream(k.argument.device));
+    k_slabs.finish();
+    v_slabs.finish();
     return;
   }
   if (!q_out_tensor) fail("q is given, but q_out is None.");
@@ -389,6 +412,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   task.same_position = same_position ? 1 : 0;
   params.tasks = 3;
   launch_rotary(rotary_kernel(k.argument), params, current_stream(k.argument.device));
+  k_slabs.finish();
+  v_slabs.finish();
   q_output.finish();
 }
 

@@ -196,7 +196,6 @@ __device__ __forceinline__ void multiply_values(float (&out)[kOutputs], const un
 // Zeroes the rows of a V tile that lie after the sequence's last key. The copy engine zeroes only what is outside of the
 // tensor; what else is there, perhaps NaN, would survive a probability of 0.
 __device__ __forceinline__ void clear_tail(unsigned v_tile, int valid, int group, int thread) {
-  if (valid >= kBlockN) return;
   const int chunks = (kBlockN - valid) * 8;
   for (int i = thread; i < chunks * kPanels; i += 128) {
     const int panel = i / chunks;
@@ -341,6 +340,11 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
       apply_mask(s, work.mask, row, n * kBlockN + key);
       softmax<true>(s, row_max, row_sum, factor, scale_log2);
       as_operand(probabilities, s);
+      const int tail = work.sequence.seqlen_k - n * kBlockN;
+      if (tail < kBlockN) {
+        hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
+        clear_tail(shared_v + v_ring.stage * kKeyBytes, tail, group, thread);
+      }
       --n;
 
       auto step = [&](auto masked) {
@@ -349,7 +353,6 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
           hopper::wgmma_fence();
         multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
-        clear_tail(shared_v + v_ring.stage * kKeyBytes, work.sequence.seqlen_k - (n + 1) * kBlockN, group, thread);
         multiply_values(out, probabilities, shared_v + v_ring.stage * kKeyBytes);
           hopper::wgmma_wait<1>();
         hopper::hold(s);
@@ -382,7 +385,6 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
         if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
       }
       hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
-      clear_tail(shared_v + v_ring.stage * kKeyBytes, work.sequence.seqlen_k - work.first * kBlockN, group, thread);
       hopper::wgmma_fence();
       multiply_values(out, probabilities, shared_v + v_ring.stage * kKeyBytes);
       hopper::wgmma_wait<0>();
