@@ -90,17 +90,29 @@ def build(
             flush=True,
         )
     compiled = ninja_graph.run_graph(graph, root, limit.jobs, edge_environment(root, environ, compiler), quiet=quiet)
-    library = folder / LIBRARY
-    platform, why_not = platform_tag(library, row.platform)
-    if why_not and not quiet:
-        print(f"note: {why_not}; the wheel is tagged {platform}, for machines like this one", file=sys.stderr)
     info = folder / "build_info.json"
-    text = build_info_text(
-        project.base_version, kernel_set_info(folder / FILE_NAME), host_info(row, host_compiler, platform)
+    if compiled or not _is_newer(info, folder / LIBRARY, folder / FILE_NAME):
+        platform, why_not = platform_tag(folder / LIBRARY, row.platform)
+        if why_not and not quiet:
+            print(f"note: {why_not}; the wheel is tagged {platform}, for machines like this one", file=sys.stderr)
+        kernel_set = kernel_set_info(folder / FILE_NAME)
+        host_facts = host_info(row, host_compiler, platform)
+        write_atomically(info, build_info_text(project.base_version, kernel_set, host_facts))
+    return Result(
+        folder=folder,
+        kernel_set=folder / FILE_NAME,
+        host_library=folder / LIBRARY,
+        info=info,
+        platform=json.loads(info.read_text(encoding="utf-8"))["host"]["platform"],
+        compiler=compiler,
+        kernels=tuple(kernels),
+        compiled=compiled,
     )
-    if not info.is_file() or info.read_bytes() != text:
-        write_atomically(info, text)
-    return Result(folder, folder / FILE_NAME, library, info, platform, compiler, tuple(kernels), compiled)
+
+
+def _is_newer(path: Path, *others: Path) -> bool:
+    """False too where `path` is missing: a build may have been killed just before it was written."""
+    return path.is_file() and path.stat().st_mtime_ns >= max(other.stat().st_mtime_ns for other in others)
 
 
 def host_row(matrix: Matrix) -> HostLibrary:

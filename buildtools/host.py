@@ -28,11 +28,11 @@ COMPILE_FLAGS = (
 LINK_FLAGS = (f"-Wl,-soname,{LIBRARY}", "-Wl,--build-id=none", "-Wl,-z,now", "-Wl,-z,relro")
 
 _PROBE = """\
-#include <stdexcept>
-#include <string_view>
+#include <new>
+#include <type_traits>
 static_assert(__cplusplus >= 201703L && sizeof(void*) == 8);
-inline constexpr std::string_view empty = "";
-extern "C" int probe(std::string_view x) { if (x.empty()) throw std::runtime_error("x"); return int(x.size()); }
+template <class T> int size() { if constexpr (std::is_same_v<T, int>) throw std::bad_alloc(); else return sizeof(T); }
+extern "C" int probe(bool fail) { return fail ? size<int>() : size<char>(); }
 """
 
 _PLATFORM_LIBRARIES = re.compile(

@@ -357,6 +357,18 @@ def test_killed_build_goes_on_from_what_is_finished(tree, how):
     assert run(tree).compiled == 0
 
 
+def test_build_killed_just_before_its_end_is_finished_by_the_next(tree):
+    info = tree / "build/build_info.json"
+    right = info.read_bytes()
+    info.write_bytes(right.replace(b"ptx80", b"ptx00"))
+    os.utime(info, ns=(0, 0))  # of an earlier build
+    assert run(tree).compiled == 0
+    assert info.read_bytes() == right
+    info.unlink()
+    run(tree)
+    assert info.read_bytes() == right
+
+
 def test_two_builds_at_once_share_the_work(tree):
     shutil.rmtree(tree / "build")
     processes = [start(tree) for _ in range(2)]
