@@ -77,6 +77,12 @@ def build(
     compiler = find_compiler(folder, environ)
     rows = table.select(variables.kernels, variables.head_dims)
     kernels = table.kernels(rows, choose_archs(table, rows, matrix.default_kernel_set, variables, compiler, notes))
+    if not kernels:
+        raise ArchError(
+            f"{compiler.name} of {compiler.where} can compile for none of the archs of kernel set "
+            f"{matrix.default_kernel_set.name}: {arch_names.format_archs(matrix.default_kernel_set.archs)}",
+            fix=f"`pip install {matrix.default_kernel_set.pin}`, or name others in FLASH_ATTN_CUDA_ARCHS",
+        )
     host = host_edges(root, folder, host_compiler, project.base_version, environ)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
     limit = job_limit(variables.max_jobs, matrix.tools.job_peak_mib)

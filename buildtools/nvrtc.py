@@ -189,6 +189,8 @@ def _toolkit_folders(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     for entry in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
         if entry:
             yield Path(entry), "LD_LIBRARY_PATH"
+    for folder in ("/usr/lib64", *map(str, sorted(Path("/usr/lib").glob("*-linux-gnu")))):
+        yield Path(folder), "the system's libraries"
 
 
 def _targets(root: Path) -> list[str]:

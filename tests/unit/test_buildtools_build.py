@@ -208,6 +208,21 @@ def test_torchs_list_gives_exactly_that_arch(tree):
     assert {image[48] for image in archive.images} == {90}  # e_flags of the cubins
 
 
+def test_show_lists_what_a_kernel_set_holds(tree):
+    command = [sys.executable, "-m", "buildtools", "show", "build/flash_attn.kernels"]
+    shown = subprocess.run(command, cwd=tree, env=clean_environ(), capture_output=True, text=True, check=True).stdout
+    assert "9 kernels" in shown
+    assert len(shown.splitlines()) == 10
+    assert shown.splitlines()[1].split()[:2] == [BWD, "80"]
+
+
+def test_compiler_that_has_none_of_the_archs_is_an_error(tree):
+    note = tree / "build/nvrtc.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "supported": [75]}))
+    with pytest.raises(errors.ArchError, match="none of the archs of kernel set cu12: 80;90;ptx80"):
+        run(tree)
+
+
 # --- equal bytes -------------------------------------------------------------------------------------------------
 
 
