@@ -300,9 +300,10 @@ def test_ninja_missing_is_an_error(tree, monkeypatch):
 
 
 def test_no_nvrtc_is_an_error(tree, monkeypatch):
+    monkeypatch.setattr("buildtools.nvrtc.SYSTEM_ROOT", tree)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     with pytest.raises(errors.NvrtcNotFoundError, match="no usable NVRTC"):
-        run(tree, PATH=os.environ["PATH"], CONDA_PREFIX="", CUDA_HOME="", CUDA_PATH="", LD_LIBRARY_PATH="")
+        run(tree, PATH="/usr/bin:/bin", CONDA_PREFIX="", CUDA_HOME="", CUDA_PATH="", LD_LIBRARY_PATH="")
 
 
 def test_build_folder_that_is_a_file(tree):
