@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ._ops import ATTENTION, FWD, apply_attention
@@ -72,7 +72,7 @@ def flash_attn_func(
     if dropout_p != 0.0 or softcap != 0.0 or alibi_slopes is not None or window_size != _NO_WINDOW:
         _check_features(dropout_p, window_size, softcap, alibi_slopes)
     try:
-        q_shape, k_shape = q.shape, k.shape
+        q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
         correct = (
             len(q_shape) == 4
             and len(k_shape) == 4
@@ -82,11 +82,11 @@ def flash_attn_func(
             and q_shape[2] % k_shape[2] == 0
             and q_shape[3] == k_shape[3]
             and 0 < q_shape[3] <= MAX_HEAD_DIM
-            and q.dtype in _KERNEL_DTYPES
-            and k.dtype is q.dtype
-            and v.dtype is q.dtype
-            and k.device == q.device
-            and v.device == q.device
+            and dtype in _KERNEL_DTYPES
+            and k.dtype is dtype
+            and v.dtype is dtype
+            and k.device == device
+            and v.device == device
             and (q.is_cuda or q.is_cpu)
         )
     except AttributeError:  # not tensors
@@ -104,7 +104,7 @@ def flash_attn_func(
 
     if is_compiling():
         out, lse = ATTENTION(q, k, v, softmax_scale, causal, deterministic)
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = apply_attention(q, k, v, softmax_scale, causal, deterministic)
     else:
         out, lse = FWD(q, k, v, softmax_scale, causal)
