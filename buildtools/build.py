@@ -125,7 +125,7 @@ def host_row(matrix: Matrix) -> HostLibrary:
     """The host library that a build on this machine is of: the stable one, for the machine's processor."""
     machine = platform_module.machine()
     for wheel in matrix.wheels.values():
-        if wheel.host_library.machine == machine:
+        if wheel.host_library.machine == machine and wheel.host_library.per_torch is None:
             return wheel.host_library
     default = next(iter(matrix.wheels.values())).host_library
     if machine not in MACHINES:
