@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from . import wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -43,6 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     show = commands.add_parser("show", help="what a kernel set file holds")
     show.add_argument("archive", type=Path)
     show.set_defaults(run=_show)
+    manifest = commands.add_parser("manifest", help="list published wheels and their hashes, for the sdist")
+    manifest.add_argument("wheels", nargs="*", type=Path, help="wheels, or folders of them (default: dist/)")
+    manifest.add_argument("--place", action="append", default=[], help="where they are published: an index URL")
+    manifest.add_argument("--out", type=Path, help="the file (default: wheels.json in the source tree)")
+    manifest.set_defaults(run=_manifest)
+    wheels = commands.add_parser("wheels", help=wheelhouse.DESCRIPTION)
+    wheelhouse.add_arguments(wheels)
+    wheels.set_defaults(run=wheelhouse.main)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
@@ -90,6 +99,22 @@ def _headers(options: argparse.Namespace) -> int:
 
     row = find_wheel(load_tables()[1], options.row, read_variables(os.environ)).host_library
     print(fetch(row, os.environ) if row.headers else f"{row.name} needs no headers of torch")
+    return 0
+
+
+def _manifest(options: argparse.Namespace) -> int:
+    from .archive import write_atomically
+    from .build import ROOT
+    from .manifest import MANIFEST_NAME, make_manifest
+    from .metadata import load_project
+
+    paths = []
+    for path in options.wheels or [ROOT / "dist"]:
+        paths += sorted(path.glob("flash_attn-*.whl")) if path.is_dir() else [path]
+    manifest = make_manifest(paths, load_project(ROOT).base_version, options.place)
+    out = options.out or ROOT / MANIFEST_NAME
+    write_atomically(out, manifest.text().encode())
+    print(f"{out}: {len(manifest.wheels)} wheels of {manifest.version}")
     return 0
 
 

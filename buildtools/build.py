@@ -19,6 +19,7 @@ from . import ninja_graph
 from .archive import FILE_NAME, read, write_atomically
 from .archs import Arch
 from .errors import ArchError, BuildError, PlatformError
+from .facts import InstalledTorch, installed_torch
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import job_limit
 from .kernels import Kernel, KernelTable, Row, load_table
@@ -86,6 +87,7 @@ def build(
     host = host_edges(root, folder, host_compiler, project.base_version, environ)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
     limit = job_limit(variables.max_jobs, matrix.tools.job_peak_mib)
+    notes += cuda_notes(compiler, installed_torch(environ, sys.path), matrix.default_kernel_set)
     if not quiet:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -208,6 +210,24 @@ def _ask(found: FoundNvrtc, cache: Path) -> Compiler:
 
 def _compiler(found: FoundNvrtc, version: str, supported: list[int]) -> Compiler:
     return Compiler(found.path, found.where, version, frozenset(supported))
+
+
+def cuda_notes(compiler: Compiler, torch: InstalledTorch | None, kernel_set: KernelSet) -> list[str]:
+    """A line where the compiler and the torch that is installed are of two CUDA majors: both, and what it means."""
+    if torch is None or torch.cuda is None or torch.cuda.split(".")[0] == compiler.version.split(".")[0]:
+        return []
+    both = (
+        f"the kernels are compiled by {compiler.name} ({compiler.where}, {compiler.path}), and torch {torch.version} "
+        f"({torch.where}) is for CUDA {torch.cuda}"
+    )
+    major = compiler.version.split(".")[0]
+    if int(major) < int(torch.cuda.split(".")[0]):
+        return [f"{both}: nothing has to be done, the driver that torch needs runs these kernels too"]
+    return [
+        f"{both}: these kernels need a driver for CUDA {major} or newer; for an older one set FLASH_ATTN_NVRTC to the "
+        f"folder of an NVRTC of torch's CUDA (`pip install {kernel_set.pin}` has one of CUDA "
+        f"{kernel_set.version.split('.')[0]})"
+    ]
 
 
 def choose_archs(
