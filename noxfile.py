@@ -117,8 +117,7 @@ def test_gpu(session: nox.Session) -> None:
     session.install("--force-reinstall", "--no-deps", str(wheel))
     # Away from the source tree, so that `import flash_attn` can only find the wheel.
     session.chdir(session.create_tmp())
-    tests_folder = ROOT / "tests" / "kernels"
-    session.run("pytest", f"--rootdir={tests_folder}", str(tests_folder), *session.posargs, env=clean_environment())
+    session.run("pytest", str(ROOT / "tests" / "kernels"), *session.posargs, env=clean_environment())
 
 
 @nox.session

@@ -1,4 +1,4 @@
-"""`python -m buildtools`: build the kernel set, or look at the table, one kernel or an archive."""
+"""`python -m buildtools`: build kernel set or a row of the matrix, or look at the table, one kernel or an archive."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from . import wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -18,6 +19,18 @@ def main(arguments: list[str] | None = None) -> int:
     build.add_argument("--out", type=Path, help="build folder (default: build/)")
     build.add_argument("--quiet", action="store_true", help="no progress")
     build.set_defaults(run=_build)
+    host = commands.add_parser("host", help="compile the host library of one row of matrix.toml, and no kernel")
+    host.add_argument("--row", required=True, help="such as torch2.6-abi0")
+    host.add_argument("--out", type=Path, help="build folder (default: build/)")
+    host.set_defaults(run=_host)
+    wheel = commands.add_parser("wheel", help="the wheel of one row: its host library and a kernel set that is there")
+    wheel.add_argument("--row", required=True, help="such as torch2.6-abi0")
+    wheel.add_argument("--kernel-set", type=Path, help="the kernel set file (default: that of the last build)")
+    wheel.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist/)")
+    wheel.set_defaults(run=_wheel)
+    headers = commands.add_parser("headers", help="fetch the torch headers that a row is compiled with, if any")
+    headers.add_argument("--row", required=True, help="such as torch2.6-abi0")
+    headers.set_defaults(run=_headers)
     table = commands.add_parser("table", help="list the kernels of the table, as the subset variables select them")
     table.set_defaults(run=_table)
     one = commands.add_parser("compile", help="compile one kernel and print its resources")
@@ -31,6 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     show = commands.add_parser("show", help="what a kernel set file holds")
     show.add_argument("archive", type=Path)
     show.set_defaults(run=_show)
+    manifest = commands.add_parser("manifest", help="list published wheels and their hashes, for the sdist")
+    manifest.add_argument("wheels", nargs="*", type=Path, help="wheels, or folders of them (default: dist/)")
+    manifest.add_argument("--place", action="append", default=[], help="where they are published: an index URL")
+    manifest.add_argument("--out", type=Path, help="the file (default: wheels.json in the source tree)")
+    manifest.set_defaults(run=_manifest)
+    wheels = commands.add_parser("wheels", help=wheelhouse.DESCRIPTION)
+    wheelhouse.add_arguments(wheels)
+    wheels.set_defaults(run=wheelhouse.main)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))
@@ -47,6 +68,53 @@ def _build(options: argparse.Namespace) -> int:
 
     result = build(folder=options.out and options.out.absolute(), quiet=options.quiet)
     print(f"{result.compiled} steps run; {len(result.kernels)} kernels in {result.kernel_set}, for {result.platform}")
+    return 0
+
+
+def _host(options: argparse.Namespace) -> int:
+    from .rows import build_host
+
+    result = build_host(options.row, folder=options.out and options.out.absolute())
+    size = result.path.stat().st_size
+    print(
+        f"{result.compiled} steps run, {result.cpu_s:.1f} CPU-s; {result.path}: {size} bytes, {result.platform}, "
+        f"{result.compiler.name}"
+    )
+    return 0
+
+
+def _wheel(options: argparse.Namespace) -> int:
+    from .rows import build_row_wheel
+
+    path = build_row_wheel(options.row, options.out, kernel_set=options.kernel_set)
+    print(f"{path}: {path.stat().st_size} bytes")
+    return 0
+
+
+def _headers(options: argparse.Namespace) -> int:
+    from .build import load_tables
+    from .rows import find_wheel
+    from .torch_headers import fetch
+    from .variables import read_variables
+
+    row = find_wheel(load_tables()[1], options.row, read_variables(os.environ)).host_library
+    print(fetch(row, os.environ) if row.headers else f"{row.name} needs no headers of torch")
+    return 0
+
+
+def _manifest(options: argparse.Namespace) -> int:
+    from .archive import write_atomically
+    from .build import ROOT
+    from .manifest import MANIFEST_NAME, make_manifest
+    from .metadata import load_project
+
+    paths = []
+    for path in options.wheels or [ROOT / "dist"]:
+        paths += sorted(path.glob("flash_attn-*.whl")) if path.is_dir() else [path]
+    manifest = make_manifest(paths, load_project(ROOT).base_version, options.place)
+    out = options.out or ROOT / MANIFEST_NAME
+    write_atomically(out, manifest.text().encode())
+    print(f"{out}: {len(manifest.wheels)} wheels of {manifest.version}")
     return 0
 
 

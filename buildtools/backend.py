@@ -1,4 +1,7 @@
-"""The PEP 517 and PEP 660 hooks. They need the standard library only, never torch, and metadata needs no compiler."""
+"""The PEP 517 and PEP 660 hooks. They need the standard library only, never torch, and metadata needs no compiler.
+
+`build_wheel` first looks for a published wheel (prebuilt.py) and compiles where there is none.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import BuildError, NvrtcNotFoundError, PlatformError
 from .metadata import Project, load_project
 from .variables import Variables, read_variables
+
+if TYPE_CHECKING:
+    from .prebuilt import Plan
 
 _ROOT = Path(__file__).resolve().parent.parent
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -41,10 +48,21 @@ def get_requires_for_build_sdist(config_settings: _Settings = None) -> list[str]
 
 @_reported
 def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
-    """ninja, and the pinned NVRTC where none is found. Never torch."""
+    """Nothing for a published wheel; else ninja, and the pinned NVRTC where none is found. Never torch."""
     variables = read_variables(os.environ)
     if variables.skip_cuda_build or not _can_compile_here():
         return []  # pip asks on every system before it reads metadata; build_wheel says what is wrong
+    return [] if _plan(variables).wheel else _requires_for_compiling(variables)
+
+
+@_reported
+def get_requires_for_build_editable(config_settings: _Settings = None) -> list[str]:
+    """What compiling needs: an editable install is of the sources that are here."""
+    variables = read_variables(os.environ)
+    return [] if variables.skip_cuda_build or not _can_compile_here() else _requires_for_compiling(variables)
+
+
+def _requires_for_compiling(variables: Variables) -> list[str]:
     from .build import load_tables
     from .nvrtc import find_nvrtc, load_nvrtc
 
@@ -59,35 +77,59 @@ def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]
     return requirements
 
 
-get_requires_for_build_editable = get_requires_for_build_wheel
+@_reported
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: _Settings = None) -> str:
+    """The dist-info folder, from pyproject.toml alone: on any system, with nothing installed.
+
+    One thing is taken from the environment: where the published wheel for an older torch is going to be installed, its
+    requirement is that torch, and not a newer one, which pip would then install over it.
+    """
+    variables = read_variables(os.environ)
+    project = _project(variables)
+    if not variables.skip_cuda_build:
+        try:
+            wheel = _plan(variables).wheel
+        except BuildError:
+            wheel = None  # build_wheel says it
+        if wheel is not None and wheel.variant.cxx11_abi is not None:
+            others = [item for item in project.fields["dependencies"] if not item.startswith("torch")]
+            project = replace(project, fields={**project.fields, "dependencies": [wheel.variant.requirement, *others]})
+    return _write_metadata(Path(metadata_directory), project)
 
 
 @_reported
-def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: _Settings = None) -> str:
-    """The dist-info folder, from pyproject.toml alone: on any system, with nothing installed."""
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: _Settings = None) -> str:
+    return _write_metadata(Path(metadata_directory), _project(read_variables(os.environ)))
+
+
+def _write_metadata(folder: Path, project: Project) -> str:
     from .wheel import dist_info
 
-    project = _project(read_variables(os.environ))
     for name, data in dist_info(project, "py3-none-any").items():
         if not name.endswith("/WHEEL"):  # the tag is known when the library is built
-            path = Path(metadata_directory, name)
+            path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
     return f"{project.file_name}.dist-info"
 
 
-prepare_metadata_for_build_editable = prepare_metadata_for_build_wheel
-
-
 @_reported
 def build_wheel(wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None) -> str:
-    """Compile what is not compiled yet, and write the wheel."""
+    """The published wheel for this environment; where there is none, compile what is not compiled yet and write one."""
     from .wheel import package_files, runtime_files, source_date_epoch, write_wheel
 
     epoch = source_date_epoch(os.environ)
     variables = read_variables(os.environ)
     project = _project(variables)
-    tag, built = _built_files(project, variables)
+    environ: Mapping[str, str] = os.environ
+    if not variables.skip_cuda_build:
+        plan = _plan(variables)
+        if plan.wheel is not None:
+            from .prebuilt import obtain
+
+            return obtain(plan, Path(wheel_directory), report=_say).name
+        environ = _environ_after(plan, variables)
+    tag, built = _built_files(project, variables, environ)
     files = {**package_files(project.root), **runtime_files(project), **built}
     return write_wheel(Path(wheel_directory), project, tag, files, epoch)
 
@@ -102,7 +144,7 @@ def build_editable(
 
     variables = read_variables(os.environ)
     project = _project(variables)
-    tag, built = _built_files(project, variables)
+    tag, built = _built_files(project, variables, os.environ)
     package = project.root / "flash_attn"
     for name in GENERATED:  # an earlier build's may be of another kind
         (package / name).unlink(missing_ok=True)
@@ -129,7 +171,45 @@ def _project(variables: Variables) -> Project:
     return load_project(_ROOT, variables.local_version)
 
 
-def _built_files(project: Project, variables: Variables) -> tuple[str, dict[str, bytes]]:
+def _plan(variables: Variables) -> Plan:
+    from .prebuilt import make_plan
+
+    return make_plan(_ROOT, os.environ, variables, sys.path)
+
+
+def _environ_after(plan: Plan, variables: Variables) -> Mapping[str, str]:
+    """Says why there is no published wheel and what happens next; the environment to compile in.
+
+    After a miss that is for the GPUs that are there, and otherwise for what the variables or the table say.
+    """
+    if plan.decision is None:
+        if variables.wheels:
+            _say(f"FLASH_ATTN_WHEELS is not used: {plan.because}")
+        return os.environ
+    _say(f"{plan.decision.text()}\n  {plan.because}")
+    _check_platform()
+    environ: Mapping[str, str] = os.environ
+    gpus = _gpus_to_build_for(plan.decision.facts.gpus) if variables.cuda_archs is None else ""
+    if gpus:
+        environ = {**os.environ, "FLASH_ATTN_CUDA_ARCHS": gpus}
+    target = f"the GPUs that are here ({gpus})" if gpus else variables.cuda_archs or "every supported GPU"
+    _say(f"next: compiling from source, for {target}; FLASH_ATTN_NO_BUILD=1 stops here instead")
+    return environ
+
+
+def _gpus_to_build_for(capabilities: tuple[int, ...]) -> str:
+    """A value of FLASH_ATTN_CUDA_ARCHS, without the GPUs that no kernel is for while there are others."""
+    from .build import load_tables
+
+    lowest = min(family.min_capability for family in load_tables(_ROOT)[0].families.values())
+    return ";".join(str(gpu) for gpu in capabilities if gpu >= lowest) or ";".join(map(str, capabilities))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _built_files(project: Project, variables: Variables, environ: Mapping[str, str]) -> tuple[str, dict[str, bytes]]:
     """(the wheel's tag, {name in the wheel: contents}) of what is compiled."""
     from .build import build_info_text
 
@@ -139,7 +219,7 @@ def _built_files(project: Project, variables: Variables) -> tuple[str, dict[str,
     _check_platform()
     from .build import build
 
-    result = build(project.root)
+    result = build(project.root, environ=environ)
     files = {
         f"flash_attn/{path.name}": path.read_bytes() for path in (result.kernel_set, result.host_library, result.info)
     }

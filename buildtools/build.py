@@ -19,6 +19,7 @@ from . import ninja_graph
 from .archive import FILE_NAME, read, write_atomically
 from .archs import Arch
 from .errors import ArchError, BuildError, PlatformError
+from .facts import InstalledTorch, installed_torch
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import job_limit
 from .kernels import Kernel, KernelTable, Row, load_table
@@ -77,9 +78,16 @@ def build(
     compiler = find_compiler(folder, environ)
     rows = table.select(variables.kernels, variables.head_dims)
     kernels = table.kernels(rows, choose_archs(table, rows, matrix.default_kernel_set, variables, compiler, notes))
+    if not kernels:
+        raise ArchError(
+            f"{compiler.name} of {compiler.where} can compile for none of the archs of kernel set "
+            f"{matrix.default_kernel_set.name}: {arch_names.format_archs(matrix.default_kernel_set.archs)}",
+            fix=f"`pip install {matrix.default_kernel_set.pin}`, or name others in FLASH_ATTN_CUDA_ARCHS",
+        )
     host = host_edges(root, folder, host_compiler, project.base_version, environ)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
     limit = job_limit(variables.max_jobs, matrix.tools.job_peak_mib)
+    notes += cuda_notes(compiler, installed_torch(environ, sys.path), matrix.default_kernel_set)
     if not quiet:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -90,24 +98,36 @@ def build(
             flush=True,
         )
     compiled = ninja_graph.run_graph(graph, root, limit.jobs, edge_environment(root, environ, compiler), quiet=quiet)
-    library = folder / LIBRARY
-    platform, why_not = platform_tag(library, row.platform)
-    if why_not and not quiet:
-        print(f"note: {why_not}; the wheel is tagged {platform}, for machines like this one", file=sys.stderr)
     info = folder / "build_info.json"
-    text = build_info_text(
-        project.base_version, kernel_set_info(folder / FILE_NAME), host_info(row, host_compiler, platform)
+    if compiled or not _is_newer(info, folder / LIBRARY, folder / FILE_NAME):
+        platform, why_not = platform_tag(folder / LIBRARY, row.platform)
+        if why_not and not quiet:
+            print(f"note: {why_not}; the wheel is tagged {platform}, for machines like this one", file=sys.stderr)
+        kernel_set = kernel_set_info(folder / FILE_NAME)
+        host_facts = host_info(row, host_compiler, platform)
+        write_atomically(info, build_info_text(project.base_version, kernel_set, host_facts))
+    return Result(
+        folder=folder,
+        kernel_set=folder / FILE_NAME,
+        host_library=folder / LIBRARY,
+        info=info,
+        platform=json.loads(info.read_text(encoding="utf-8"))["host"]["platform"],
+        compiler=compiler,
+        kernels=tuple(kernels),
+        compiled=compiled,
     )
-    if not info.is_file() or info.read_bytes() != text:
-        write_atomically(info, text)
-    return Result(folder, folder / FILE_NAME, library, info, platform, compiler, tuple(kernels), compiled)
+
+
+def _is_newer(path: Path, *others: Path) -> bool:
+    """False too where `path` is missing: a build may have been killed just before it was written."""
+    return path.is_file() and path.stat().st_mtime_ns >= max(other.stat().st_mtime_ns for other in others)
 
 
 def host_row(matrix: Matrix) -> HostLibrary:
     """The host library that a build on this machine is of: the stable one, for the machine's processor."""
     machine = platform_module.machine()
     for wheel in matrix.wheels.values():
-        if wheel.host_library.machine == machine:
+        if wheel.host_library.machine == machine and wheel.host_library.per_torch is None:
             return wheel.host_library
     default = next(iter(matrix.wheels.values())).host_library
     if machine not in MACHINES:
@@ -190,6 +210,24 @@ def _ask(found: FoundNvrtc, cache: Path) -> Compiler:
 
 def _compiler(found: FoundNvrtc, version: str, supported: list[int]) -> Compiler:
     return Compiler(found.path, found.where, version, frozenset(supported))
+
+
+def cuda_notes(compiler: Compiler, torch: InstalledTorch | None, kernel_set: KernelSet) -> list[str]:
+    """A line where the compiler and the torch that is installed are of two CUDA majors: both, and what it means."""
+    if torch is None or torch.cuda is None or torch.cuda.split(".")[0] == compiler.version.split(".")[0]:
+        return []
+    both = (
+        f"the kernels are compiled by {compiler.name} ({compiler.where}, {compiler.path}), and torch {torch.version} "
+        f"({torch.where}) is for CUDA {torch.cuda}"
+    )
+    major = compiler.version.split(".")[0]
+    if int(major) < int(torch.cuda.split(".")[0]):
+        return [f"{both}: nothing has to be done, the driver that torch needs runs these kernels too"]
+    return [
+        f"{both}: these kernels need a driver for CUDA {major} or newer; for an older one set FLASH_ATTN_NVRTC to the "
+        f"folder of an NVRTC of torch's CUDA (`pip install {kernel_set.pin}` has one of CUDA "
+        f"{kernel_set.version.split('.')[0]})"
+    ]
 
 
 def choose_archs(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .archs import Arch
+from .archs import parse_arch
 from .errors import KernelCompileError, ResourceError
 from .kernels import AllowedSpills, Kernel
 from .nvrtc import Nvrtc
@@ -147,15 +147,14 @@ def check_resources(kernels: Iterable[tuple[Kernel, Report]]) -> None:
 
 
 def kernel_to_json(kernel: Kernel) -> dict[str, Any]:
-    data = asdict(kernel)
-    data["arch"] = {"number": kernel.arch.number, "suffix": kernel.arch.suffix, "ptx": kernel.arch.ptx}
-    return data
+    spills = kernel.allow_spills and {"bytes": kernel.allow_spills.bytes, "reason": kernel.allow_spills.reason}
+    return {**vars(kernel), "arch": str(kernel.arch), "allow_spills": spills}
 
 
 def kernel_from_json(data: Mapping[str, Any]) -> Kernel:
     return Kernel(
         key=data["key"],
-        arch=Arch(**data["arch"]),
+        arch=parse_arch(data["arch"]),
         source=data["source"],
         entry_points=tuple(data["entry_points"]),
         head_dim=data["head_dim"],

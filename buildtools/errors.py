@@ -135,6 +135,112 @@ class WheelError(BuildError):
     exit_code = 27
 
 
+class TorchHeadersError(BuildError):
+    """The headers of the torch that a host library is for are not there and cannot be had."""
+
+    exit_code = 28
+
+
+class NoWheelError(BuildError):
+    """No published wheel fits, and compiling is not allowed."""
+
+    exit_code = 30
+
+
+class ManifestError(BuildError):
+    """The list of published wheels is missing, damaged, or not of this version."""
+
+    exit_code = 31
+
+
+class FactError(BuildError):
+    """A fact about another machine cannot be understood."""
+
+    exit_code = 32
+
+
+class DownloadError(BuildError):
+    """Base of what can go wrong between a published wheel and this machine. `transient`: another try may help."""
+
+    exit_code = 33
+    transient = False
+
+
+class FileNotThereError(DownloadError):
+    """The place has no such file (404, or a folder without it)."""
+
+    exit_code = 34
+
+
+class AccessDeniedError(DownloadError):
+    """The server does not give the file to this client (401, 403, 407)."""
+
+    exit_code = 35
+
+
+class ServerError(DownloadError):
+    """The server answered with an error of its own."""
+
+    exit_code = 36
+    transient = True
+
+
+class ConnectionFailedError(DownloadError):
+    """No connection, or one that broke off: no network, no such host, refused, reset, a certificate."""
+
+    exit_code = 37
+    transient = True
+
+
+class SilentServerError(DownloadError):
+    """Nothing came for longer than the time-out."""
+
+    exit_code = 38
+
+
+class SlowServerError(DownloadError):
+    """Something comes, but so slowly that it would take hours."""
+
+    exit_code = 39
+
+
+class TruncatedError(DownloadError):
+    """The server ended the file before its end."""
+
+    exit_code = 40
+    transient = True
+
+
+class NotAWheelError(DownloadError):
+    """What came is no wheel, such as a page that says so in words."""
+
+    exit_code = 41
+
+
+class AlteredFileError(DownloadError):
+    """A wheel came, but not the one that was published: size or sha256 differ."""
+
+    exit_code = 42
+
+
+class RedirectError(DownloadError):
+    """The server sends us to a host that the user did not name."""
+
+    exit_code = 43
+
+
+class TargetFolderError(DownloadError):
+    """The folder for the wheel cannot be written."""
+
+    exit_code = 44
+
+
+class DiskFullError(DownloadError):
+    """There is no room for the wheel."""
+
+    exit_code = 45
+
+
 class InterruptedBuildError(BuildError):
     """The build was stopped from outside."""
 

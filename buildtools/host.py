@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .elf import Needs, read_needs
 from .errors import HostCompilerError, SourceError
-from .matrix import POLICIES
+from .matrix import POLICIES, HostLibrary
 from .ninja_graph import HostEdges, relative, write_if_changed
 
 LIBRARY = "libflash_attn.so"
@@ -27,12 +27,14 @@ COMPILE_FLAGS = (
 )  # fmt: skip
 LINK_FLAGS = (f"-Wl,-soname,{LIBRARY}", "-Wl,--build-id=none", "-Wl,-z,now", "-Wl,-z,relro")
 
+_EXPORTS = "csrc/host/compat/exports.map"
+
 _PROBE = """\
-#include <stdexcept>
-#include <string_view>
+#include <new>
+#include <type_traits>
 static_assert(__cplusplus >= 201703L && sizeof(void*) == 8);
-inline constexpr std::string_view empty = "";
-extern "C" int probe(std::string_view x) { if (x.empty()) throw std::runtime_error("x"); return int(x.size()); }
+template <class T> int size() { if constexpr (std::is_same_v<T, int>) throw std::bad_alloc(); else return sizeof(T); }
+extern "C" int probe(bool fail) { return fail ? size<int>() : size<char>(); }
 """
 
 _PLATFORM_LIBRARIES = re.compile(
@@ -49,14 +51,16 @@ class HostCompiler:
     name: str
 
 
-def find_host_compiler(environ: Mapping[str, str], minimum: tuple[int, ...], cache: Path) -> HostCompiler:
-    """CXX, or g++, after it has compiled and linked five lines of C++17; HostCompilerError if it cannot.
+def find_host_compiler(
+    environ: Mapping[str, str], minimum: tuple[int, ...], cache: Path, default: str = "g++"
+) -> HostCompiler:
+    """CXX, or `default`, after it has compiled and linked five lines of C++17; HostCompilerError if it cannot.
 
     The answer is kept in `cache` as long as the compiler's file stays the same.
     """
     needed = ".".join(map(str, minimum))
     how = f"install g++ {needed} or newer, or set CXX to one"
-    command = shlex.split(environ.get("CXX", "")) or ["g++"]
+    command = shlex.split(environ.get("CXX", "")) or [default]
     path = shutil.which(command[0], path=environ.get("PATH"))
     if path is None:
         raise HostCompilerError(
@@ -110,21 +114,40 @@ def _output(command: list[str], environ: Mapping[str, str]) -> str:
         ) from None
 
 
-def host_edges(root: Path, folder: Path, compiler: HostCompiler, version: str, environ: Mapping[str, str]) -> HostEdges:
+def host_edges(
+    root: Path,
+    folder: Path,
+    compiler: HostCompiler,
+    version: str,
+    environ: Mapping[str, str],
+    row: HostLibrary | None = None,
+    torch_include: Path | None = None,
+) -> HostEdges:
     """The edges that make `folder`/libflash_attn.so. `version` is what the library says it is of.
 
-    Torch is not needed: the library is linked against an empty one that only has torch's name.
+    Torch is not needed: the library is linked against an empty one that only has torch's name. A per-torch `row` also
+    has the sources in csrc/host/compat, and its torch's headers in `torch_include` if it has any.
     """
     sources = sorted((root / "csrc" / "host").glob("*.cpp"))
     if not sources:
         raise SourceError("csrc/host holds no C++ file", why="the host library is compiled from it")
+    for_torch: list[str] = []
+    exports: list[str] = []
+    if row is not None and row.per_torch is not None:
+        sources += sorted((root / "csrc" / "host" / "compat").glob("*.cpp"))
+        exports = [f"-Wl,--version-script={_EXPORTS}"]
+        major, minor = row.per_torch
+        for_torch = [f"-DFLASH_ATTN_TORCH={100 * major + minor}", f"-D_GLIBCXX_USE_CXX11_ABI={int(row.cxx11_abi)}"]
+        if torch_include is not None:
+            # The prefix map keeps the folder out of the file names in torch's checks.
+            for_torch += ["-isystem", str(torch_include), f"-ffile-prefix-map={torch_include}=torch/include"]
     where = f"{relative(folder, root)}/host"
     (folder / "host").mkdir(parents=True, exist_ok=True)
     # A changed compiler, which its command line does not show, is a changed input of every edge.
     write_if_changed(folder / "host" / "compiler.txt", compiler.name)
     identity = f"{where}/compiler.txt"
     cxx = shlex.join(compiler.command)
-    flags = [*COMPILE_FLAGS, f'-DFLASH_ATTN_VERSION="{version}"', *shlex.split(environ.get("CXXFLAGS", ""))]
+    flags = [*COMPILE_FLAGS, f'-DFLASH_ATTN_VERSION="{version}"', *for_torch, *shlex.split(environ.get("CXXFLAGS", ""))]
     edges = HostEdges()
     edges.rules["cxx"] = {
         "command": f"{cxx} {_shell(flags)} -MMD -MF $out.d -c $in -o $out",
@@ -134,7 +157,7 @@ def host_edges(root: Path, folder: Path, compiler: HostCompiler, version: str, e
     }
     stub = ["-shared", "-nostdlib", "-x", "c++", "/dev/null", "-Wl,-soname,libtorch.so", "-Wl,--build-id=none"]
     edges.rules["stub"] = {"command": f"{cxx} {_shell(stub)} -o $out", "description": "a library of torch's name"}
-    link = [*LINK_FLAGS, "-L", where, "-Wl,--no-as-needed", "-ltorch", "-l:libdl.so.2"]
+    link = [*LINK_FLAGS, *exports, "-L", where, "-Wl,--no-as-needed", "-ltorch", "-l:libdl.so.2"]
     link += shlex.split(environ.get("LDFLAGS", ""))
     edges.rules["link"] = {"command": f"{cxx} -shared -s $in {_shell(link)} -o $out", "description": LIBRARY}
     objects = []
@@ -142,7 +165,8 @@ def host_edges(root: Path, folder: Path, compiler: HostCompiler, version: str, e
         objects.append(f"{where}/{source.stem}.o")
         edges.builds.append(("cxx", [objects[-1]], [relative(source, root)], [identity], {}))
     edges.builds.append(("stub", [f"{where}/libtorch.so"], [], [identity], {}))
-    edges.builds.append(("link", [f"{relative(folder, root)}/{LIBRARY}"], objects, [f"{where}/libtorch.so"], {}))
+    implicit = [f"{where}/libtorch.so", *([_EXPORTS] if exports else [])]
+    edges.builds.append(("link", [f"{relative(folder, root)}/{LIBRARY}"], objects, implicit, {}))
     return edges
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import functools
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -527,10 +528,15 @@ def _head_dims(value: Any, where: str) -> tuple[int, ...]:
 def evaluate(expression: str, names: Mapping[str, int], *, where: str) -> int:
     """Integer arithmetic with + - * // and parentheses over `names`; anything else is a TableError."""
     try:
-        tree = ast.parse(expression, mode="eval").body
+        tree = _parse(expression)
     except (SyntaxError, ValueError) as error:
         raise TableError(f"{where} = {expression!r} is not an expression: {error.args[0]}") from None
     return _evaluate(tree, names, f"{where} = {expression!r}")
+
+
+@functools.cache
+def _parse(expression: str) -> ast.expr:
+    return ast.parse(expression, mode="eval").body
 
 
 def _evaluate(node: ast.expr, names: Mapping[str, int], where: str) -> int:

@@ -15,12 +15,15 @@ from .kernels import KernelTable, arch_name, check_keys, choice_of, expect, read
 MACHINES = ("x86_64", "aarch64")
 # The newest symbol versions that a manylinux policy allows, beside GLIBC, which its name says.
 POLICIES = {"manylinux_2_28": {"GLIBCXX": (3, 4, 24), "CXXABI": (1, 3, 11), "GCC": (7, 0, 0)}}
-_TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "tools", "images", "requirements")
+_TOP_KEYS = ("version", "kernel_sets", "host_libraries", "wheels", "budgets", "tools", "images", "requirements")
 _KERNEL_SET_KEYS = ("requirement", "version", "archs")
 _HOST_KEYS = ("abi", "torch", "cxx11_abi", "machine", "platform")
+# torch before 2.7 is reached through its C++ API, whose headers the build then needs.
+_HEADERS_BEFORE = (2, 7)
 _WHEEL_KEYS = ("kernel_set", "host_library")
 _IMAGE_KEYS = ("image", "python")
 _REQUIREMENT_KEYS = ("build", "tools")
+_BUDGET_KEYS = ("wheel_kib", "host_library_kib", "host_library_cpu_s")
 _TOOL_KEYS = ("ninja", "minimum_gxx", "job_peak_mib")
 
 
@@ -40,7 +43,10 @@ class KernelSet:
 
 @dataclass(frozen=True)
 class HostLibrary:
-    """A build of csrc/host: for every torch that `torch` specifies, one C++ ABI, one platform tag."""
+    """A build of csrc/host: for every torch that `torch` specifies, one C++ ABI, one platform tag.
+
+    `headers`: the torch version whose headers it is compiled with, or an empty string where none are needed.
+    """
 
     name: str
     abi: str
@@ -48,6 +54,19 @@ class HostLibrary:
     cxx11_abi: bool
     machine: str
     platform: str
+    headers: str = ""
+
+    @property
+    def per_torch(self) -> tuple[int, int] | None:
+        """(2, 6) where the library is for torch 2.6 alone; None where it is of the stable ABI."""
+        found = re.fullmatch(r"==([0-9]+)\.([0-9]+)\.\*", self.torch)
+        return (int(found[1]), int(found[2])) if found and self.abi == "torch" else None
+
+    @property
+    def label(self) -> str:
+        """The local version label of its wheels: torch2.6.cxx11abi0, or empty for the stable ABI."""
+        minor = self.per_torch
+        return f"torch{minor[0]}.{minor[1]}.cxx11abi{int(self.cxx11_abi)}" if minor else ""
 
 
 @dataclass(frozen=True)
@@ -57,6 +76,15 @@ class Wheel:
     name: str
     kernel_set: KernelSet
     host_library: HostLibrary
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """What a row may cost: bytes of a wheel and of its host library, CPU-seconds of compiling the library."""
+
+    wheel_kib: int
+    host_library_kib: int
+    host_library_cpu_s: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +110,7 @@ class Matrix:
     kernel_sets: Mapping[str, KernelSet]
     host_libraries: Mapping[str, HostLibrary]
     wheels: Mapping[str, Wheel]
+    budgets: Budgets
     tools: Tools
     images: Mapping[str, Image]
     requirements: Mapping[str, tuple[str, ...]]  # of the project's own environments, which docker/ locks
@@ -122,10 +151,15 @@ def parse_matrix(data: Mapping[str, Any], name: str = "matrix.toml", table: Kern
         )
     if not wheels:
         raise TableError(f"{name}: wheels is empty", fix="a wheel is a kernel_set and a host_library")
+    named = {wheel.host_library.name for wheel in wheels.values()}
+    default = next(iter(wheels.values())).kernel_set
+    # A row is one stanza: a host library that no wheel names is put together with the first wheel's kernel set.
+    wheels |= {key: Wheel(key, default, host) for key, host in hosts.items() if key not in named}
     return Matrix(
         kernel_sets=kernel_sets,
         host_libraries=hosts,
         wheels=wheels,
+        budgets=_budgets(sections["budgets"], f"{name}: budgets"),
         tools=_tools(sections["tools"], f"{name}: tools"),
         images=_images(sections["images"], hosts, f"{name}: images"),
         requirements=_requirements(sections["requirements"], f"{name}: requirements"),
@@ -157,21 +191,42 @@ def _kernel_set(key: str, data: Mapping[str, Any], name: str, table: KernelTable
 
 def _host_library(key: str, data: Mapping[str, Any], name: str) -> HostLibrary:
     where = f"{name}: host_libraries.{key}"
-    check_keys(data, _HOST_KEYS, where=where, required=_HOST_KEYS)
+    check_keys(data, (*_HOST_KEYS, "headers"), where=where, required=_HOST_KEYS)
     _identifier(key, where)
     torch = expect(data["torch"], str, f"{where}.torch")
     if not re.fullmatch(r"(>=|==)[0-9]+\.[0-9]+(\.[0-9*]+)?(,(<|<=|!=)[0-9.]+)*", torch):
         raise TableError(f'{where}.torch = "{torch}" is not understood', fix='write ">=2.10" or "==2.6.*"')
     machine = choice_of(data["machine"], MACHINES, f"{where}.machine")
     platforms = [f"{policy}_{machine}" for policy in POLICIES]
-    return HostLibrary(
+    row = HostLibrary(
         name=key,
         abi=choice_of(data["abi"], ("stable", "torch"), f"{where}.abi"),
         torch=torch,
         cxx11_abi=expect(data["cxx11_abi"], bool, f"{where}.cxx11_abi"),
         machine=machine,
         platform=choice_of(data["platform"], platforms, f"{where}.platform"),
+        headers=_version_text(data["headers"], f"{where}.headers") if "headers" in data else "",
     )
+    minor = row.per_torch
+    if row.abi == "torch" and minor is None:
+        raise TableError(f'{where}.torch = "{torch}" is no single torch', fix='write abi = "torch" with "==2.6.*"')
+    needed = minor is not None and minor < _HEADERS_BEFORE
+    if needed != bool(row.headers) or (minor and needed and not row.headers.startswith(f"{minor[0]}.{minor[1]}.")):
+        raise TableError(
+            f'{where}.headers = "{row.headers}" does not fit torch {torch}',
+            why="a library for torch before 2.7 is compiled with that torch's headers, any other with none",
+            fix='name one of its versions, such as "2.6.0", or none',
+        )
+    return row
+
+
+def _budgets(data: Mapping[str, Any], where: str) -> Budgets:
+    check_keys(data, _BUDGET_KEYS, where=where, required=_BUDGET_KEYS)
+    values = {key: expect(data[key], int, f"{where}.{key}") for key in _BUDGET_KEYS}
+    for key, value in values.items():
+        if value <= 0:
+            raise TableError(f"{where}.{key} = {value} is not positive")
+    return Budgets(**values)
 
 
 def _tools(data: Mapping[str, Any], where: str) -> Tools:

@@ -59,12 +59,12 @@ def write_graph(
             "compiler": compiler,
             "sources": digests[kernel.source],
         }
-        write_if_changed(jobs / f"{kernel.name}.job", json.dumps(job, indent=1, sort_keys=True))
+        write_if_changed(jobs / f"{kernel.name}.job", json.dumps(job, sort_keys=True))
         base = f"{where}/kernels/{kernel.name}"
         ninja.build([f"{base}.image", f"{base}.report"], "kernel", f"{base}.job", variables={"name": kernel.name})
     if kernels:
         pack = {"compiler": compiler, "kernels": [kernel.name for kernel in kernels]}
-        write_if_changed(folder / "pack.job", json.dumps(pack, indent=1, sort_keys=True))
+        write_if_changed(folder / "pack.job", json.dumps(pack, sort_keys=True))
         results = [f"{where}/kernels/{kernel.name}.{kind}" for kernel in kernels for kind in ("image", "report")]
         ninja.build(
             [f"{where}/{archive.FILE_NAME}", f"{where}/resources.json"], "pack", f"{where}/pack.job", implicit=results

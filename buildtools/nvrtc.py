@@ -20,6 +20,7 @@ from .errors import BuildError, KernelCompileError, NvrtcNotFoundError
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.(?P<major>[0-9]+)(?:\.[0-9.]+)?")
 MINIMUM_VERSION = (12, 0)
+SYSTEM_ROOT = Path("/")  # tests have another
 _T = TypeVar("_T")
 
 
@@ -182,13 +183,15 @@ def _toolkit_folders(environ: Mapping[str, str]) -> Iterator[tuple[Path, str]]:
     nvcc = shutil.which("nvcc", path=environ.get("PATH"))
     if nvcc:
         roots.append((str(Path(nvcc).resolve().parent.parent), "the toolkit of nvcc on PATH"))
-    roots.append(("/usr/local/cuda", "/usr/local/cuda"))
+    roots.append((str(SYSTEM_ROOT / "usr/local/cuda"), "/usr/local/cuda"))
     for root, where in roots:
         for folder in ("lib64", "lib", *_targets(Path(root))):
             yield Path(root, folder), where
     for entry in environ.get("LD_LIBRARY_PATH", "").split(os.pathsep):
         if entry:
             yield Path(entry), "LD_LIBRARY_PATH"
+    for system in (SYSTEM_ROOT / "usr/lib64", *sorted((SYSTEM_ROOT / "usr/lib").glob("*-linux-gnu"))):
+        yield system, "the system's libraries"
 
 
 def _targets(root: Path) -> list[str]:

@@ -33,6 +33,9 @@ KNOWN = (
     "FLASH_ATTN_FAMILY",
 )
 
+# Beginnings of those that the noxfile, the tests and the build's own steps read.
+_OF_OTHER_TOOLS = ("FLASH_ATTN_TEST_", "FLASH_ATTN_ENGINE", "FLASH_ATTN_BASE_IMAGE", "FLASH_ATTN_EDGE_")
+
 
 @dataclass(frozen=True)
 class Variables:
@@ -59,11 +62,7 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     """`environ` parsed; VariableError names the variable, its value and what is accepted. Empty means not set."""
     notes = []
     for name in sorted(environ):
-        if (
-            name.startswith("FLASH_ATTN_")
-            and name not in KNOWN
-            and not name.startswith(("FLASH_ATTN_TEST_", "FLASH_ATTN_CI_"))
-        ):
+        if name.startswith("FLASH_ATTN_") and name not in KNOWN and not name.startswith(_OF_OTHER_TOOLS):
             notes.append(f"{name} is no variable of flash_attn and has no effect; {nearest(name, KNOWN)}".rstrip("; "))
     if environ.get("NVCC_THREADS"):
         notes.append(

@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .archive import FILE_NAME, write_atomically
-from .errors import VariableError, WheelError
+from .errors import ManifestError, VariableError, WheelError
+from .manifest import MANIFEST_NAME, read_manifest
 from .metadata import Project
 
 DEFAULT_EPOCH = 1577836800  # 2020-01-01; a zip file cannot say anything before 1980
@@ -29,8 +30,8 @@ TOP_LEVEL = "flash_attn_interface.py"
 # What an editable install puts into the source folder of the package.
 GENERATED = ("libflash_attn.so", FILE_NAME, "build_info.json")
 _SDIST_SUFFIXES = (
-    ".cpp", ".cu", ".cuh", ".h", ".hcl", ".in", ".json", ".md", ".png", ".py", ".pyi", ".toml", ".txt", ".typed",
-    ".yml",
+    ".cpp", ".cu", ".cuh", ".h", ".hcl", ".in", ".json", ".map", ".md", ".png", ".py", ".pyi", ".toml", ".txt",
+    ".typed", ".yml",
 )  # fmt: skip
 _SDIST_NAMES = ("Dockerfile", "LICENSE")
 
@@ -135,6 +136,15 @@ def sdist_files(project: Project) -> list[Path]:
             result += [item for item in sorted(path.rglob("*")) if _belongs(item, project.root)]
         else:
             raise WheelError(f"{entry} is not there", why="pyproject.toml lists it for the sdist")
+    manifest = project.root / MANIFEST_NAME
+    if manifest.is_file():
+        version = read_manifest(manifest).version
+        if version != project.base_version:
+            raise ManifestError(
+                f"{manifest} lists the wheels of {version}, and this sdist is of {project.base_version}",
+                fix=f"`python -m buildtools manifest` writes it for the wheels in dist/; or delete {MANIFEST_NAME}",
+            )
+        result.append(manifest)
     return sorted(result)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "HostLibrary",
     "library_version",
     "load",
+    "mismatch",
     "read_build_info",
     "torch_matches",
 ]
@@ -66,16 +67,25 @@ def torch_matches(requirement: str, version: str) -> bool:
     return found[: len(wanted)] == wanted if operator == "==" else found >= wanted
 
 
-def _mismatch(info: dict[str, Any]) -> str | None:
-    """Why the host library cannot work with this torch, as far as its build info tells without loading it."""
-    host = info.get("host") or {}
-    requirement = host.get("torch")
-    if requirement and not torch_matches(requirement, torch.__version__):
-        return f"it was built for torch {requirement}, found torch {torch.__version__}"
-    abi = torch.compiled_with_cxx11_abi()
-    if host.get("kind") != "stable" and host.get("cxx11_abi") not in (None, abi):
-        return f"it was built for a torch with _GLIBCXX_USE_CXX11_ABI={int(not abi)}, found one with {int(abi)}"
-    return None
+def mismatch(host: dict[str, Any], version: str, abi: bool) -> str | None:
+    """Why a host library cannot work with torch ``version`` and its C++ ABI, as far as its build info tells.
+
+    Asked before the library is loaded, whose own answer would be a mangled symbol, or a crash. A per-torch library is
+    for releases alone: what a pre-release or a build from git exports is anybody's guess.
+    """
+    requirement = str(host.get("torch", ""))
+    per_torch = host.get("kind") == "torch"
+    fits = not requirement or torch_matches(requirement, version)
+    if per_torch:
+        release = re.fullmatch(r"[\d.]+(\+(?!git).*)?", version)
+        fits = fits and release is not None and host.get("cxx11_abi") == abi
+    if fits:
+        return None
+    wanted = requirement[2:].removesuffix(".*") + ("" if requirement.startswith("==") else " or newer")
+    if not per_torch:
+        return f"built for torch {wanted}; found torch {version}"
+    wanted_abi = int(bool(host.get("cxx11_abi")))
+    return f"built for torch {wanted}, C++ ABI {wanted_abi}; found torch {version}, C++ ABI {int(abi)}"
 
 
 def load(package: Path) -> HostLibrary:
@@ -96,17 +106,19 @@ def load(package: Path) -> HostLibrary:
             "Install the package (pip install flash-attn, or pip install . in the source tree); CPU tensors work "
             "without it.",
         )
-    mismatch = _mismatch(info) if info is not None else None
-    if mismatch is None:
+    host = (info or {}).get("host") or {}
+    problem = mismatch(host, torch.__version__, torch.compiled_with_cxx11_abi())
+    if problem is None:
         try:
             ops: Any = torch.ops
             ops.load_library(str(path))
             return HostLibrary(ctypes.CDLL(str(path)), None)
         except OSError as error:
-            mismatch = f"the loader says: {error}"
+            problem = f"the loader says: {error}"
+    torch_wanted = f"torch{host['torch']}" if host.get("torch") else "another torch"
     text = (
-        f"flash_attn's host library does not work with this torch: {mismatch}. "
-        "Install a flash_attn for this torch, or another torch; `python -m flash_attn doctor` lists what clashes."
+        f"flash_attn's host library does not work with this torch: {problem}. Install the flash_attn wheel for this "
+        f"torch, or {torch_wanted}; CPU tensors work as it is. `python -m flash_attn doctor` lists what clashes."
     )
     warnings.warn(text, HostLibraryWarning, stacklevel=2)
     return _failed(HostLibraryError, text)

@@ -228,7 +228,6 @@ def _dotted(version: tuple[int, ...]) -> str:
 
 def render(facts: Facts, clashes: list[str], notes: list[str]) -> str:
     """The report as text, one fact a line."""
-    host = (facts.build_info or {}).get("host") or {}
     lines = [
         ("flash_attn", f"{facts.version}, in {facts.package}"),
         ("python", f"{facts.python}, {facts.machine}" + (f", glibc {_dotted(facts.glibc)}" if facts.glibc else "")),
@@ -240,9 +239,8 @@ def render(facts: Facts, clashes: list[str], notes: list[str]) -> str:
         memory = f"{gpu.memory_bytes / 2**30:.0f} GiB"
         answer_text = f"supported: {reason}" if answer else "not supported"
         lines.append((f"GPU {gpu.index}", f"{gpu.name}, compute capability {capability}, {memory}; {answer_text}"))
-    built = ", ".join(str(host[part]) for part in ("kind", "torch", "platform", "compiler") if host.get(part))
     state = "loaded" if facts.library_problem is None else "not loaded"
-    lines.append(("host library", f"{state}; built for {built}" if built else state))
+    lines.append(("host library", f"{state}{_built_for((facts.build_info or {}).get('host'))}"))
     lines += _kernel_lines(facts.kernel_set)
     lines += [("note", note) for note in notes]
     lines += [("CLASH", clash) for clash in clashes]
@@ -263,6 +261,13 @@ def _driver_line(facts: DriverFacts) -> str:
     if facts.problem:
         parts.append(facts.problem)
     return ", ".join(parts)
+
+
+def _built_for(host: dict[str, Any] | None) -> str:
+    if not host:
+        return ""
+    abi = "stable ABI" if host.get("kind") == "stable" else "ABI of that torch alone"
+    return f"; for torch {host.get('torch')} ({abi}), {host.get('platform')}, built by {host.get('compiler')}"
 
 
 def _kernel_lines(facts: KernelSetFacts) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from ._ops import ATTENTION, FWD, apply_attention
@@ -185,7 +185,7 @@ def flash_attn_func(
 
     if is_compiling():
         out, lse = ATTENTION(q, k, v, softmax_scale, causal, deterministic)
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    elif is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         out, lse = apply_attention(q, k, v, softmax_scale, causal, deterministic)
     else:
         out, lse = FWD(q, k, v, softmax_scale, causal)

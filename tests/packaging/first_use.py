@@ -27,7 +27,8 @@ def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor
 
 def main() -> int:
     package = Path(flash_attn.__file__).parent
-    if metadata.version("flash-attn") != flash_attn.__version__ or "site-packages" not in package.parts:
+    version = metadata.version("flash-attn").partition("+")[0]  # a local label is no part of the code's version
+    if version != flash_attn.__version__ or "site-packages" not in package.parts:
         raise SystemExit(f"this is not the installed package: {package}")
     for name in ("libflash_attn.so", "flash_attn.kernels", "build_info.json"):
         if not (package / name).stat().st_size:

@@ -80,6 +80,11 @@ platform = "manylinux_2_28_x86_64"
 kernel_set = "cu12"
 host_library = "stable-x86_64"
 
+[budgets]
+wheel_kib = 40000
+host_library_kib = 256
+host_library_cpu_s = 15
+
 [tools]
 ninja = "ninja>=1.11"
 minimum_gxx = "9"

@@ -104,22 +104,44 @@ def test_library_that_does_not_load(package):
     assert result["warnings"] == [text]
 
 
-@pytest.mark.parametrize("requirement", ["==2.6.*", ">=99.1"])
-def test_library_for_another_torch(package, requirement):
-    write_build_info(package, host={"kind": "stable", "torch": requirement})
+def test_library_for_another_torch(package):
+    """Field case 9: both sides are named and what to do is said, by the import and by the first call on a GPU."""
+    write_build_info(package, host={"kind": "torch", "torch": "==2.6.*", "cxx11_abi": False})
     (package / _library.HOST_LIBRARY_NAME).write_bytes(b"never opened")
-    kind, _, text = probe(package)["error"]
+    result = probe(package)
+    kind, _, text = result["error"]
     assert kind == "HostLibraryError"
-    assert f"built for torch {requirement}, found torch {torch.__version__}" in text
+    abi = int(torch.compiled_with_cxx11_abi())
+    assert f"built for torch 2.6, C++ ABI 0; found torch {torch.__version__}, C++ ABI {abi}" in text
+    assert "or torch==2.6.*" in text
+    assert "undefined symbol" not in text
+    assert result["warnings"] == [text]
 
 
-def test_library_for_the_other_abi(package):
-    found = torch.compiled_with_cxx11_abi()
-    write_build_info(package, host={"kind": "torch", "torch": ">=2.10", "cxx11_abi": not found})
-    (package / _library.HOST_LIBRARY_NAME).write_bytes(b"never opened")
-    kind, _, text = probe(package)["error"]
-    assert kind == "HostLibraryError"
-    assert f"built for a torch with _GLIBCXX_USE_CXX11_ABI={int(not found)}, found one with {int(found)}" in text
+def host(torch_requirement="==2.6.*", cxx11_abi=False, kind="torch"):
+    return {"kind": kind, "torch": torch_requirement, "cxx11_abi": cxx11_abi}
+
+
+@pytest.mark.parametrize(
+    ("library", "version", "abi", "problem"),
+    [
+        (host(), "2.6.0+cu124", False, None),
+        (host(), "2.6.1", False, None),
+        (host(), "2.6.0", True, "built for torch 2.6, C++ ABI 0; found torch 2.6.0, C++ ABI 1"),
+        (host(), "2.7.0", False, "built for torch 2.6, C++ ABI 0; found torch 2.7.0, C++ ABI 0"),
+        (host(), "2.60.0", False, "built for torch 2.6, C++ ABI 0; found torch 2.60.0, C++ ABI 0"),
+        (host(cxx11_abi=True), "2.6.0", False, "built for torch 2.6, C++ ABI 1; found torch 2.6.0, C++ ABI 0"),
+        (host(), "2.6.0a0+git123", False, "built for torch 2.6, C++ ABI 0; found torch 2.6.0a0+git123, C++ ABI 0"),
+        (host(), "2.6.0+git123", False, "built for torch 2.6, C++ ABI 0; found torch 2.6.0+git123, C++ ABI 0"),
+        (host(), "2.6.0.dev2025", False, "built for torch 2.6, C++ ABI 0; found torch 2.6.0.dev2025, C++ ABI 0"),
+        (host(">=2.10", True, "stable"), "2.10.0", False, None),
+        (host(">=2.10", True, "stable"), "2.13.0a0+git123", True, None),
+        (host(">=2.10", True, "stable"), "2.9.1", True, "built for torch 2.10 or newer; found torch 2.9.1"),
+        ({}, "2.9.1", True, None),
+    ],
+)  # fmt: skip
+def test_what_a_library_was_built_for(library, version, abi, problem):
+    assert _library.mismatch(library, version, abi) == problem
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\udcff"])

@@ -208,6 +208,21 @@ def test_torchs_list_gives_exactly_that_arch(tree):
     assert {image[48] for image in archive.images} == {90}  # e_flags of the cubins
 
 
+def test_show_lists_what_a_kernel_set_holds(tree):
+    command = [sys.executable, "-m", "buildtools", "show", "build/flash_attn.kernels"]
+    shown = subprocess.run(command, cwd=tree, env=clean_environ(), capture_output=True, text=True, check=True).stdout
+    assert "9 kernels" in shown
+    assert len(shown.splitlines()) == 10
+    assert shown.splitlines()[1].split()[:2] == [BWD, "80"]
+
+
+def test_compiler_that_has_none_of_the_archs_is_an_error(tree):
+    note = tree / "build/nvrtc.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "supported": [75]}))
+    with pytest.raises(errors.ArchError, match="none of the archs of kernel set cu12: 80;90;ptx80"):
+        run(tree)
+
+
 # --- equal bytes -------------------------------------------------------------------------------------------------
 
 
@@ -285,9 +300,10 @@ def test_ninja_missing_is_an_error(tree, monkeypatch):
 
 
 def test_no_nvrtc_is_an_error(tree, monkeypatch):
+    monkeypatch.setattr("buildtools.nvrtc.SYSTEM_ROOT", tree)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if "site-packages" not in entry])
     with pytest.raises(errors.NvrtcNotFoundError, match="no usable NVRTC"):
-        run(tree, PATH=os.environ["PATH"], CONDA_PREFIX="", CUDA_HOME="", CUDA_PATH="", LD_LIBRARY_PATH="")
+        run(tree, PATH="/usr/bin:/bin", CONDA_PREFIX="", CUDA_HOME="", CUDA_PATH="", LD_LIBRARY_PATH="")
 
 
 def test_build_folder_that_is_a_file(tree):
@@ -355,6 +371,18 @@ def test_killed_build_goes_on_from_what_is_finished(tree, how):
     again = compiled_again(tree, before) & {name.removesuffix(".image") for name in before}
     assert not again & finished
     assert run(tree).compiled == 0
+
+
+def test_build_killed_just_before_its_end_is_finished_by_the_next(tree):
+    info = tree / "build/build_info.json"
+    right = info.read_bytes()
+    info.write_bytes(right.replace(b"ptx80", b"ptx00"))
+    os.utime(info, ns=(0, 0))  # of an earlier build
+    assert run(tree).compiled == 0
+    assert info.read_bytes() == right
+    info.unlink()
+    run(tree)
+    assert info.read_bytes() == right
 
 
 def test_two_builds_at_once_share_the_work(tree):

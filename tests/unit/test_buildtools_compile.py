@@ -215,6 +215,12 @@ def test_spills_that_the_table_allows(tree):
 # --- finding NVRTC -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def no_toolkit(tmp_path, monkeypatch):
+    """A machine where CUDA is not installed."""
+    monkeypatch.setattr("buildtools.nvrtc.SYSTEM_ROOT", tmp_path / "no such system")
+
+
 def find(environ: dict[str, str], search_path: list[str]) -> FoundNvrtc:
     return find_nvrtc(environ, search_path, lambda found: found)
 
@@ -235,7 +241,7 @@ def test_found_in_either_layout_of_the_wheels(tmp_path, folder, name):
     assert find({}, [str(tmp_path)]).path == path
 
 
-def test_newest_of_one_folder_and_too_old_ones_passed_over(tmp_path):
+def test_newest_of_one_folder_and_too_old_ones_passed_over(tmp_path, no_toolkit):
     for name in ("libnvrtc.so.11.2", "libnvrtc.so.12", "libnvrtc.so.13"):
         library(tmp_path / "nvidia/cuda_nvrtc/lib", name)
     assert find({}, [str(tmp_path)]).path.name == "libnvrtc.so.13"
@@ -274,7 +280,7 @@ def test_toolkit_of_nvcc_on_path(tmp_path):
     assert find({"PATH": str(nvcc.parent)}, []).path == path
 
 
-def test_none_anywhere_lists_the_places_and_the_way_out(tmp_path):
+def test_none_anywhere_lists_the_places_and_the_way_out(tmp_path, no_toolkit):
     (tmp_path / "nvidia").mkdir()
     with pytest.raises(NvrtcNotFoundError) as caught:
         find({"PATH": str(tmp_path), "CUDA_HOME": str(tmp_path)}, [str(tmp_path)])
@@ -302,6 +308,13 @@ def test_target_search_path_is_without_what_isolation_adds(tmp_path):
     assert any("site-packages" in entry for entry in found)
 
 
+@pytest.mark.parametrize("folder", ["usr/local/cuda/lib64", "usr/lib64", "usr/lib/x86_64-linux-gnu"])
+def test_found_among_the_systems_libraries(tmp_path, monkeypatch, folder):
+    monkeypatch.setattr("buildtools.nvrtc.SYSTEM_ROOT", tmp_path)
+    path = library(tmp_path / folder)
+    assert find({"PATH": ""}, []).path == path
+
+
 def test_library_that_is_none(tmp_path):
     with pytest.raises(NvrtcNotFoundError, match="cannot be loaded"):
         load_nvrtc(FoundNvrtc(library(tmp_path), "a test"))
@@ -315,7 +328,7 @@ def test_library_of_another_kind(tmp_path):
         load_nvrtc(FoundNvrtc(other, "a test"))
 
 
-def test_library_of_no_use_is_passed_over_but_told(tmp_path, nvrtc):
+def test_library_of_no_use_is_passed_over_but_told(tmp_path, nvrtc, no_toolkit):
     library(tmp_path / "broken/nvidia/cu13/lib", "libnvrtc.so.13")
     good = tmp_path / "good/nvidia/cuda_nvrtc"
     good.mkdir(parents=True)

@@ -46,6 +46,21 @@ def test_own_table_has_every_kernel_that_the_api_promises():
     assert expected <= keys
 
 
+def test_every_torch_of_the_matrix_has_a_row_and_a_wheel():
+    """Torch 2.4 to 2.9 one row each, with the C++ ABI of PyPI's wheels of that version; one stanza makes a wheel."""
+    matrix = load_matrix(ROOT / "matrix.toml")
+    rows = {wheel.host_library.per_torch: wheel.host_library for wheel in matrix.wheels.values()}
+    assert {minor: row.cxx11_abi for minor, row in rows.items() if minor is not None} == {
+        (2, 4): False, (2, 5): False, (2, 6): False, (2, 7): True, (2, 8): True, (2, 9): True,
+    }  # fmt: skip
+    assert {wheel.host_library.name for wheel in matrix.wheels.values()} == set(matrix.host_libraries)
+    labels = [
+        (wheel.kernel_set.name, wheel.host_library.label, wheel.host_library.machine)
+        for wheel in matrix.wheels.values()
+    ]
+    assert len(set(labels)) == len(labels), "two wheels of one platform have one version"
+
+
 # --- meaning -----------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +272,11 @@ BAD_MATRICES = {
     "host-machine": ('machine = "x86_64"', 'machine = "x86-64"', "'x86-64'[\\s\\S]*did you mean \"x86_64\""),
     "host-platform": ('"manylinux_2_28_x86_64"', '"manylinux_2_28_aarch64"', "did you mean \"manylinux_2_28_x86_64\""),
     "host-cxx11-abi": ("cxx11_abi = true", 'cxx11_abi = "yes"', "'yes' is not true or false"),
+    "host-per-torch": ('abi = "stable"', 'abi = "torch"', 'torch = ">=2.10" is no single torch'),
+    "host-headers-needless": ("cxx11_abi = true", 'cxx11_abi = true\nheaders = "2.10.0"', "does not fit torch >=2.10"),
+    "host-headers-missing": ('abi = "stable"\ntorch = ">=2.10"', 'abi = "torch"\ntorch = "==2.6.*"', 'headers = ""'),
+    "budget-key": ("wheel_kib", "wheel_kb", 'unknown key "wheel_kb"[\\s\\S]*did you mean "wheel_kib"'),
+    "budget-none": ("wheel_kib = 40000", "wheel_kib = 0", "0 is not positive"),
     "wheel-kernel-set": ('kernel_set = "cu12"', 'kernel_set = "cu21"', "'cu21'[\\s\\S]*did you mean \"cu12\""),
     "wheel-host": ('host_library = "stable-x86_64"', 'host_library = "stable"', "choose from stable-x86_64"),
     "wheel-key-missing": ('host_library = "stable-x86_64"', "", 'key "host_library" is missing'),

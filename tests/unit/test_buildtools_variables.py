@@ -102,7 +102,9 @@ def test_variables_without_effect_are_noted():
     notes = read_variables({"NVCC_THREADS": "4", "FLASH_ATTN_CUDA_ARCH": "80"}).notes
     assert "NVCC_THREADS has no effect" in notes[1]
     assert 'did you mean "FLASH_ATTN_CUDA_ARCHS"?' in notes[0]
-    assert read_variables({"FLASH_ATTN_JIT": "0", "FLASH_ATTN_TEST_TORCH": "torch"}).notes == ()
+    assert (
+        read_variables({"FLASH_ATTN_JIT": "0", "FLASH_ATTN_TEST_TORCH": "torch", "FLASH_ATTN_ENGINE": "x"}).notes == ()
+    )
 
 
 @pytest.mark.parametrize(("text", "epoch"), [("", DEFAULT_EPOCH), ("1700000000", 1700000000), ("0", 315532800)])
