@@ -42,7 +42,7 @@ extern "C" {
 AOTITorchError aoti_torch_library_impl(TorchLibraryHandle self, const char* name,
                                        void (*fn)(StableIValue*, uint64_t, uint64_t));
 
-// The stack of these versions holds tensors, doubles and bools as 2.10's does; what differs is not used.
+// The stack of these versions holds tensors, numbers and bools, and optional ones, as 2.10's does.
 AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
                                   void (*fn)(StableIValue*, uint64_t, uint64_t), uint64_t) {
   return aoti_torch_library_impl(self, name, fn);
@@ -97,7 +97,10 @@ class StableKernel final : public c10::OperatorKernel {
     const size_t first = stack->size() - arguments;
     for (size_t i = 0; i < arguments; ++i) check_kind((*stack)[first + i]);
     StableIValue slots[kMaxValues];
-    for (size_t i = 0; i < arguments; ++i) slots[i] = take((*stack)[first + i]);
+    for (size_t i = 0; i < arguments; ++i) {
+      const bool optional = op.schema().arguments()[i].type()->kind() == c10::TypeKind::OptionalType;
+      slots[i] = optional ? take_optional((*stack)[first + i]) : take((*stack)[first + i]);
+    }
     torch::jit::drop(*stack, arguments);
     function_(slots, arguments, returns);  // owns the tensors from here on, also where it throws
     for (size_t i = 0; i < returns; ++i) {
@@ -111,7 +114,16 @@ class StableKernel final : public c10::OperatorKernel {
  private:
   // Asked before anything is taken, so that nothing is lost where it throws.
   static void check_kind(const c10::IValue& value) {
-    if (!value.isTensor() && !value.isDouble() && !value.isBool()) fail("an operator has an argument of another kind.");
+    if (!value.isTensor() && !value.isNone() && !value.isDouble() && !value.isInt() && !value.isBool()) {
+      fail("an operator has an argument of another kind.");
+    }
+  }
+
+  // None is 0; a value lies in a slot of its own, which whoever reads it deletes.
+  static StableIValue take_optional(c10::IValue& value) {
+    if (value.isNone()) return 0;
+    const StableIValue* const slot = new StableIValue(take(value));
+    return bytes_of(&slot, sizeof(slot));
   }
 
   static StableIValue take(c10::IValue& value) {
@@ -121,6 +133,10 @@ class StableKernel final : public c10::OperatorKernel {
     }
     if (value.isDouble()) {
       const double number = value.toDouble();
+      return bytes_of(&number, sizeof(number));
+    }
+    if (value.isInt()) {
+      const int64_t number = value.toInt();
       return bytes_of(&number, sizeof(number));
     }
     const bool flag = value.toBool();
