@@ -39,6 +39,11 @@ class Arch:
     def __str__(self) -> str:
         return f"ptx{self.number}" if self.ptx else f"{self.number}{self.suffix}"
 
+    def runs(self, other: Arch) -> bool:
+        """Whether a GPU of this arch runs the machine code of the other one, an earlier one of its generation."""
+        plain = not (self.ptx or self.suffix or other.ptx or other.suffix)
+        return plain and self.number // 10 == other.number // 10 and other.number < self.number
+
     @property
     def gpu_architecture(self) -> str:
         """The value of NVRTC's --gpu-architecture."""

@@ -205,8 +205,15 @@ class KernelTable:
         )
 
     def kernels(self, rows: Iterable[Row], archs: Mapping[str, Iterable[Arch]]) -> list[Kernel]:
-        """Every row for every arch of `archs[family]`, sorted by key and arch name."""
-        result = [self.kernel(row, arch) for row in rows for arch in archs[row.family]]
+        """Every row for every arch of `archs[family]`, sorted by key and arch name.
+
+        Machine code for 8.0 also runs on 8.6: an arch gets code of its own only where its constants differ from those
+        of an earlier one of its generation.
+        """
+        result: list[Kernel] = []
+        for row in rows:
+            kernels = [self.kernel(row, arch) for arch in sorted(archs[row.family])]
+            result += [k for k in kernels if not any(k.arch.runs(e.arch) and k.macros == e.macros for e in kernels)]
         return sorted(result, key=lambda kernel: (kernel.key, str(kernel.arch)))
 
     def select(self, patterns: Iterable[str] | None = None, head_dims: Iterable[int] | None = None) -> list[Row]:
