@@ -27,7 +27,8 @@ constexpr int kHeadDim = FA_HEAD_DIM;
 constexpr int kBlockM = FA_BLOCK_M;  // queries of a step
 constexpr int kBlockN = FA_BLOCK_N;  // keys of a thread block
 constexpr int kWarps = FA_WARPS;
-constexpr int kStages = FA_STAGES;  // of dO; Q and dS have two
+constexpr int kStages = FA_STAGES;      // of dO; dS and the row statistics have two
+constexpr int kQueryStages = FA_Q_STAGES;  // of Q; with three, dK is computed after the barrier of the step
 constexpr bool kSplit = FA_SPLIT;
 constexpr bool kBf16 = FA_BF16;
 
@@ -36,7 +37,7 @@ constexpr int kQueryTiles = kBlockM / 8;
 constexpr int kDimTiles = kHeadDim / 8;
 constexpr float kLog2e = 1.4426950408889634074f;
 static_assert(kBlockN == 16 * kWarps, "a warp owns 16 keys");
-static_assert(kStages == 1 || kStages == 2);
+static_assert((kStages == 1 || kStages == 2) && (kQueryStages == 2 || kQueryStages == 3));
 static_assert(kQueryTiles * 4 <= 32 || !kGeneral, "what dropout keeps of a step is one word");
 
 // dQ of a step, kBlockM x kHeadDim, is split over the warps in pieces of 32 or 16 rows, and a warp's piece into passes
@@ -58,7 +59,7 @@ constexpr int kScorePanels = (kBlockM + tile::kPanelColumns - 1) / tile::kPanelC
 constexpr int kScorePanelBytes = kBlockN * tile::kRowBytes;
 constexpr int kScoreBytes = kScorePanels * kScorePanelBytes;
 constexpr int kRowStatBytes = kBlockM * 4;
-static_assert(2 * KeyCopy::kBytes + (2 + kStages) * QueryCopy::kBytes + 2 * kScoreBytes + 4 * kRowStatBytes ==
+static_assert(2 * KeyCopy::kBytes + (kQueryStages + kStages) * QueryCopy::kBytes + 2 * kScoreBytes + 4 * kRowStatBytes ==
                   FA_SMEM_BYTES,
               "kernels.toml: smem of bwd");
 
@@ -232,7 +233,7 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
   const unsigned shared_k = ptx::shared_address(shared_memory);
   const unsigned shared_v = shared_k + KeyCopy::kBytes;
   const unsigned shared_q = shared_v + KeyCopy::kBytes;
-  const unsigned shared_do = shared_q + 2 * QueryCopy::kBytes;
+  const unsigned shared_do = shared_q + kQueryStages * QueryCopy::kBytes;
   const unsigned shared_ds = shared_do + kStages * QueryCopy::kBytes;
   const unsigned shared_lse = shared_ds + 2 * kScoreBytes;  // then delta, per stage
   const KeyCopy key_copy(thread);
@@ -248,10 +249,10 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
       ++position.head;
     }
   };
-  auto load_q = [&](int stage, const Position& at) {
+  auto load_q = [&](int buffer, int stage, const Position& at) {
     const int row = at.m * kBlockM;
     query_copy.load<true>(
-        shared_q + stage * QueryCopy::kBytes,
+        shared_q + buffer * QueryCopy::kBytes,
         tile::source(p.q, p.q_stride, batch, at.head, sequence.q_row + row + query_copy.row, thread),
         2 * p.q_stride.row, p.head_dim, sequence.seqlen_q - row);
     // Row statistics are padded to whole blocks: no test.
@@ -286,12 +287,12 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
       key_copy.load<true>(shared_v, tile::source(p.v, p.v_stride, batch, head_kv, row, thread), 2 * p.v_stride.row,
                           p.head_dim_v, keys);
     }
-    load_q(0, next);
+    load_q(0, 0, next);
     load_do(0, next);
     ptx::cp_async_commit();
     advance(next);
     if (steps > 1) {
-      load_q(1, next);
+      load_q(1, 1, next);
       if constexpr (kStages == 2) load_do(1, next);
     }
     ptx::cp_async_commit();
@@ -305,9 +306,10 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
   const int dq_chunk = warp % kDqRowWarps * 2 * kDqRowTiles;  // first 16-byte chunk of this warp's dQ rows in dS
   const int dq_column = warp / kDqRowWarps * kDqColumns / 8;  // and of its columns in K
 
+  int buffer = 0;  // of Q
   for (int step = 0; step < steps; ++step) {
     const int stage = step & 1;
-    const unsigned q_tile = shared_q + stage * QueryCopy::kBytes;
+    const unsigned q_tile = shared_q + buffer * QueryCopy::kBytes;
     const unsigned do_tile = shared_do + (kStages == 2 ? stage : 0) * QueryCopy::kBytes;
     const unsigned ds_tile = shared_ds + stage * kScoreBytes;
     const unsigned lse_address = shared_lse + 2 * stage * kRowStatBytes + lane % 4 * 8;
@@ -394,22 +396,27 @@ __device__ __forceinline__ void walk(const flash_attn::BwdParams& p, int index) 
                             ptx::pack<kBf16>(ds[j][2 * half], ds[j][2 * half + 1]));
         }
       }
-      multiply_registers(dk, ds, tile::Fragment<true>(q_tile, lane));
+      if constexpr (kQueryStages == 2) multiply_registers(dk, ds, tile::Fragment<true>(q_tile, lane));
     }
 
-    // The one barrier of a step: dS is complete, Q and dO of the next step have arrived, and those of this step are read
-    // for the last time. dS has two stages, so that a warp may run ahead into the next step while others work on dQ.
+    // The one barrier of a step: dS is complete, Q and dO of the next step have arrived, and what the step after that one
+    // will overwrite is read for the last time. dS has two stages, so that a warp may run ahead into the next step while
+    // others work on dQ.
     ptx::cp_async_wait<0>();
     __syncthreads();
     if constexpr (kStages == 1) {
       if (step + 1 < steps) load_do(0, next);
     }
     advance(next);
+    // The buffer for two steps ahead: this step's, or, of three, the one that the step before has left.
+    const int next_buffer = kQueryStages == 2 ? buffer : buffer == 0 ? 2 : buffer - 1;
     if (step + 2 < steps) {
-      load_q(stage, next);
+      load_q(next_buffer, stage, next);
       if constexpr (kStages == 2) load_do(stage, next);
     }
     ptx::cp_async_commit();
+    if constexpr (kKey && kQueryStages == 3) multiply_registers(dk, ds, tile::Fragment<true>(q_tile, lane));
+    buffer = buffer + 1 == kQueryStages ? 0 : buffer + 1;
 
     if constexpr (kKey) {
       const long long dq_tile = first_tile(p, batch, current.head) + current.m;
