@@ -615,3 +615,87 @@ def test_messages_are_sentences(machine: Machine) -> None:
     machine.write_kernels(pack(keys=[key for key in ALL_KEYS if "-d64-" in key]))
     for text in machine.run(f"fwd {CALL}", "supported 0", "fwd 5 bf16 full 64 1 1 1 1 1"):
         assert re.search(r"[^.]\.$", text)
+
+
+# ---- The family with tensor maps ----
+
+TMA = "fwd-sm90-bf16-d128-causal"
+
+
+@pytest.fixture
+def hopper(machine: Machine) -> Machine:
+    """The complete kernel set, and the forward of the sm90 family."""
+    keys = [key for key in ALL_KEYS if key.startswith("fwd-")]
+    fast = [kernel(key.replace("sm80", "sm90"), "90a", threads=384, block_m=128) for key in keys]
+    machine.write_kernels(archive.pack("x", fast + [kernel(key, arch) for key in ALL_KEYS for arch in ALL_ARCHS]))
+    return machine
+
+
+def test_fastest_family_of_the_gpu(hopper: Machine) -> None:
+    assert hopper.run(f"fwd {CALL}") == ["ok"]
+    assert [load["key"] for load in hopper.log("load")] == [TMA]
+    hopper.devices = "10.0:232448:NVIDIA B200"
+    assert hopper.run(f"fwd {CALL}") == ["ok"]
+    assert [load["key"] for load in hopper.log("load")] == [FWD]
+
+
+def test_forced_family(hopper: Machine) -> None:
+    """An op that the forced family lacks is served by the one that has everything."""
+    for family, keys in (("sm80", [FWD, BWD]), ("sm90", [TMA, BWD])):
+        hopper.environ = {"FLASH_ATTN_FAMILY": family}
+        answers = hopper.run(f"fwd {CALL}", f"bwd {CALL}")
+        assert all(answer.startswith("ok") for answer in answers)
+        assert [load["key"] for load in hopper.log("load")] == keys
+
+
+@pytest.mark.parametrize(("batch", "grid"), [(2, 48), (20, 132)])
+def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int) -> None:
+    assert hopper.run(f"fwd 0 bf16 causal 128 {batch} 300 200 8 2") == ["ok"]
+    [launch] = hopper.log("launch")
+    assert (launch["key"], launch["grid"], launch["block"], launch["blocks_m"]) == (TMA, str(grid), "384", "3")
+    q, k, v = hopper.log("map")
+    assert (q["sizes"], q["strides"], q["box"]) == (f"128,300,8,{batch}", "2048,256,614400", "64,128,1,1")
+    assert (k["sizes"], k["strides"], k["box"]) == (f"128,200,2,{batch}", "512,256,102400", "64,32,1,1")
+    assert (k, q["type"], q["rank"], q["swizzle"]) == (v, "9", "4", "3")
+
+
+@pytest.mark.parametrize("call", ["0 bf16 causal 128 2 300 0 8 2", "0 bf16 causal 128 2 0 200 8 2"])
+def test_no_map_of_an_empty_tensor(hopper: Machine, call: str) -> None:
+    assert hopper.run(f"fwd {call}")[0].startswith("ok")
+    assert hopper.log("launch") == []
+
+
+def test_strides_that_have_no_map(hopper: Machine) -> None:
+    hopper.environ = {"FAKE_CUDA_FAIL": "cuTensorMapEncodeTiled=1"}
+    assert hopper.run(f"fwd {CALL}") == ["ok without a map"]
+    assert hopper.log("launch") == []
+
+
+# ---- KV caches ----
+
+
+@pytest.mark.parametrize(
+    ("call", "splits", "grids"),
+    [
+        ("1 1 8192 32 8 packed 1", 1, ["8,1"]),
+        ("1 1 8192 32 8 packed 4", 4, ["32,1", "8,1"]),
+        ("1 1 8192 32 8 packed 1000000", 128, ["1024,1", "8,1"]),
+        ("64 1 8192 32 8", 1, ["512,1"]),  # full without splitting
+        ("1 1 64 32 8", 1, ["8,1"]),  # too short
+        ("0 1 8192 32 8", 1, []),
+        ("1 0 8192 32 8", 1, []),
+    ],
+)
+def test_splits(machine: Machine, call: str, splits: int, grids: list[str]) -> None:
+    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90")]))
+    assert machine.run(f"decode 0 bf16 general 128 {call}") == [f"ok splits={splits}"]
+    assert [launch["grid"] for launch in machine.log("launch")] == grids
+
+
+def test_splits_fill_the_gpu(machine: Machine) -> None:
+    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90")]))
+    for batch in range(1, 20):
+        [answer] = machine.run(f"decode 0 bf16 general 128 {batch} 1 32768 32 8")
+        blocks = 8 * batch * int(answer.removeprefix("ok splits="))
+        waves = -(-blocks // 132)
+        assert blocks / (132 * waves) >= 0.8 or blocks >= 0.8 * 132

@@ -28,6 +28,7 @@ using flash_attn::FwdParams;
 
 namespace {
 
+constexpr int kMultiprocessors = 132;
 constexpr int kInvalidValue = 1, kInvalidContext = 201, kNoBinary = 209, kNotFound = 500, kCaptureUnsupported = 900;
 
 std::mutex fake_mutex;
@@ -153,6 +154,7 @@ int cuDeviceGetName(char* name, int length, int device) {
 int cuDeviceGetAttribute(int* value, int attribute, int device) {
   const Gpu gpu = gpus().at(static_cast<size_t>(device));
   switch (attribute) {
+    case 16: *value = kMultiprocessors; return 0;
     case 75: *value = gpu.major; return 0;
     case 76: *value = gpu.minor; return 0;
     case 97: *value = gpu.shared_bytes; return 0;
@@ -226,8 +228,16 @@ int cuModuleUnload(void* module) {
 
 int cuModuleGetFunction(void** function, void* module, const char* name) {
   FAKE_FAILURE(cuModuleGetFunction);
-  const bool is_fwd = static_cast<Module*>(module)->key.rfind("fwd-", 0) == 0;
-  if (is_fwd != (strcmp(name, "flash_fwd") == 0)) return kNotFound;
+  static const std::map<std::string, std::string> entries = {
+      {"fwd", "flash_fwd"},
+      {"bwd", "flash_bwd_preprocess flash_bwd flash_bwd_postprocess"},
+      {"decode", "flash_decode flash_combine"},
+      {"rotary", "flash_rotary"}};
+  const std::string& key = static_cast<Module*>(module)->key;
+  const auto of_op = entries.find(key.substr(0, key.find('-')));
+  if (of_op == entries.end() || (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos) {
+    return kNotFound;
+  }
   *function = new Function{static_cast<Module*>(module), name};
   return 0;
 }
@@ -242,6 +252,23 @@ int cuFuncSetAttribute(void* function, int attribute_id, int value) {
   FAKE_FAILURE(cuFuncSetAttribute);
   if (attribute_id != 8) return kInvalidValue;
   static_cast<Function*>(function)->dynamic_smem = value;
+  return 0;
+}
+
+// The map keeps what it was made of; nothing reads it but the log.
+int cuTensorMapEncodeTiled(void* map, int data_type, unsigned rank, void* address, const uint64_t* sizes,
+                           const uint64_t* strides, const unsigned* box, const unsigned* steps, int, int swizzle, int, int) {
+  log("map type=%d rank=%u sizes=%llu,%llu,%llu,%llu strides=%llu,%llu,%llu box=%u,%u,%u,%u swizzle=%d", data_type, rank,
+      static_cast<unsigned long long>(sizes[0]), static_cast<unsigned long long>(sizes[1]),
+      static_cast<unsigned long long>(sizes[2]), static_cast<unsigned long long>(sizes[3]),
+      static_cast<unsigned long long>(strides[0]), static_cast<unsigned long long>(strides[1]),
+      static_cast<unsigned long long>(strides[2]), box[0], box[1], box[2], box[3], swizzle);
+  FAKE_FAILURE(cuTensorMapEncodeTiled);
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0 || reinterpret_cast<uintptr_t>(map) % 64 != 0) return kInvalidValue;
+  for (unsigned i = 0; i < rank; ++i) {
+    if (sizes[i] == 0 || box[i] == 0 || box[i] > 256 || steps[i] != 1) return kInvalidValue;
+    if (i + 1 < rank && (strides[i] == 0 || strides[i] % 16 != 0 || strides[i] >= uint64_t{1} << 40)) return kInvalidValue;
+  }
   return 0;
 }
 
@@ -260,7 +287,11 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   const Function& f = *static_cast<Function*>(function);
   void* context = nullptr;
   cuCtxGetCurrent(&context);
-  if (f.entry == "flash_fwd") {
+  if (f.entry == "flash_decode" || f.entry == "flash_combine" || f.entry == "flash_rotary") {
+    log("launch key=%s arch=%s entry=%s grid=%u,%u block=%u smem=%u stream=%p device=%d", f.module->key.c_str(),
+        f.module->arch.c_str(), f.entry.c_str(), grid_x, grid_y, block_x, shared_bytes, stream, device_of(context));
+  } else if (f.entry == "flash_fwd") {
+    // Also of the family with tensor maps, whose parameters begin with these.
     FwdParams p;
     memcpy(&p, parameters[0], sizeof(p));
     log("launch key=%s arch=%s entry=%s grid=%u block=%u smem=%u stream=%p device=%d batch=%d heads=%d heads_kv=%d group=%d "
@@ -282,7 +313,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   }
   FAKE_FAILURE(cuLaunchKernel);
   if (context != f.module->context) return kInvalidContext;
-  if (grid_x == 0 || grid_y != 1 || grid_z != 1 || block_y != 1 || block_z != 1 || extra != nullptr) return kInvalidValue;
+  if (grid_x == 0 || (grid_y != 1 && f.entry != "flash_rotary") || grid_z != 1 || block_y != 1 || block_z != 1 || extra != nullptr) return kInvalidValue;
   if (static_cast<int>(shared_bytes) > f.dynamic_smem) return kInvalidValue;
   if (env("FAKE_CUDA_COMPUTE") == "1") fake::compute(f.module->key, f.entry, f.module->tile, grid_x, parameters[0]);
   return 0;

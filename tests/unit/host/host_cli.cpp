@@ -60,15 +60,24 @@ Params params_of(const Shape& shape) {
   return params;
 }
 
+// Of sizes far beyond a launch too, where they wrap around.
+fa::Strides contiguous(unsigned long long rows, unsigned long long heads, long long head_dim) {
+  const auto row = static_cast<long long>(heads * head_dim);
+  return {static_cast<long long>(rows * heads * head_dim), row, head_dim};
+}
+
 const fa::CUstream kStream = reinterpret_cast<fa::CUstream>(0x77);
 
 std::string run_kernel(fa::Op op, const Shape& shape) {
   try {
-    const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device});
+    const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device, false});
     if (op == fa::Op::fwd) {
       fa::FwdParams params = params_of<fa::FwdParams>(shape);
-      fa::launch_fwd(kernel, params, kStream);
-      return "ok";
+      params.q_stride = contiguous(shape.seqlen_q, shape.heads, shape.head_dim);
+      params.k_stride = params.v_stride = contiguous(shape.seqlen_k, shape.heads_kv, shape.head_dim);
+      params.lse_head_stride = shape.seqlen_q;
+      if (fa::launch_fwd(kernel, params, shape.seqlen_k, kStream)) return "ok";
+      return "ok without a map";
     }
     fa::BwdParams params = params_of<fa::BwdParams>(shape);
     params.deterministic = 1;
@@ -168,9 +177,17 @@ std::string answer(const std::string& line) {
     if (command == "mask") return choose_mask(rest.c_str());
     if (command == "fill" && read_shape(rest.c_str(), &shape)) {
       float values[1];
-      const fa::Kernel& kernel = fa::resolve({fa::Op::fwd, shape.dtype, shape.mask, shape.head_dim, shape.device});
+      const fa::Kernel& kernel = fa::resolve({fa::Op::fwd, shape.dtype, shape.mask, shape.head_dim, shape.device, false});
       fa::fill_minus_infinity(kernel, values, shape.batch, kStream);
       return "ok";
+    }
+    if (command == "decode" && read_shape(rest.c_str(), &shape)) {  // "asked": in place of rows of packed queries
+      const fa::Kernel& kernel =
+          fa::resolve({fa::Op::decode, shape.dtype, shape.mask, shape.head_dim, shape.device, true});
+      fa::DecodeParams params = params_of<fa::DecodeParams>(shape);
+      params.splits = fa::decode_splits(kernel, params, shape.packed_q > 0 ? shape.packed_q : 0);
+      fa::launch_decode(kernel, params, kStream);
+      return "ok splits=" + std::to_string(params.splits);
     }
     if (command == "fwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::fwd, shape);
     if (command == "bwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::bwd, shape);
