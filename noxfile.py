@@ -108,6 +108,14 @@ def packaging(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow", *session.posargs)
 
 
+@nox.session
+def page(session: nox.Session) -> None:
+    """The index's page for people in a headless Chromium, which has to be on PATH with chromedriver."""
+    install_locked(session, TOOLS_LOCK)
+    session.install("selenium")
+    session.run("python", "-m", "pytest", "tests/browser", *session.posargs)
+
+
 @nox.session(name="test-gpu")
 def test_gpu(session: nox.Session) -> None:
     """Kernel tests against the wheel in dist/, never the source tree; needs a GPU. Arguments go to pytest."""
