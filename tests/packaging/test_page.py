@@ -8,6 +8,7 @@ import html.parser
 import itertools
 import json
 import re
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -269,3 +270,9 @@ def test_what_wheels_say_is_escaped(tmp_path: Path) -> None:
     assert not page.all("img")
     assert any(bad in text for _, text in page.all("pre"))
     assert element("p", "<b>", Markup("<i>a</i>"), title='"<') == '<p title="&quot;&lt;">&lt;b&gt;<i>a</i></p>'
+
+
+def test_the_sdist_can_write_the_page(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {f"buildtools/page{rest}" for rest in (".py", ".css", ".js", "_choice.py")} <= names
