@@ -97,7 +97,8 @@ def tests(session: nox.Session) -> None:
     install_locked(session, TOOLS_LOCK)
     install_locked(session, BUILD_LOCK)
     session.install(*test_torch())
-    session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", "not slow", *session.posargs)
+    quick = "not slow and not prove"
+    session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", quick, *session.posargs)
 
 
 @nox.session
@@ -105,7 +106,28 @@ def packaging(session: nox.Session) -> None:
     """The slow packaging tests: real pip, real environments, builds from source. Arguments go to pytest."""
     install_locked(session, TOOLS_LOCK)
     session.install(*test_torch())
-    session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow and not prove", *session.posargs)
+
+
+@nox.session
+def prove(session: nox.Session) -> None:
+    """Every row's wheel, installed beside its real torch, used, and refused by others; arguments go to pytest.
+
+    Downloads torch for each row, some 5 GB: `-- -k torch2.6` proves one row. The environments are temporary, unless
+    FLASH_ATTN_PROVE_FOLDER names a folder for them.
+    """
+    install_locked(session, TOOLS_LOCK)
+    install_locked(session, BUILD_LOCK)
+    session.install(*test_torch())
+    session.run("python", "-m", "pytest", "tests/packaging/test_rows.py", "-m", "prove", *session.posargs)
+
+
+@nox.session
+def page(session: nox.Session) -> None:
+    """The index's page for people in a headless Chromium, which has to be on PATH with chromedriver."""
+    install_locked(session, TOOLS_LOCK)
+    session.install("selenium")
+    session.run("python", "-m", "pytest", "tests/browser", *session.posargs)
 
 
 @nox.session(name="test-gpu")
@@ -271,6 +293,7 @@ def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
         "CIBW_CONTAINER_ENGINE": f"{engine(session)}; disable_host_mount: true; create_args: {create}",
         f"CIBW_MANYLINUX_{machine.upper()}_IMAGE": image,
         "CIBW_BUILD_FRONTEND": "build; args: --no-isolation",
+        "CIBW_ENVIRONMENT": "FORCE_BUILD=1",  # never the published wheel of an sdist that lists one
         "CIBW_ENVIRONMENT_PASS_LINUX": " ".join(passed),
         # The wheel is not to be changed: the same check as outside follows.
         "CIBW_REPAIR_WHEEL_COMMAND": "cp {wheel} {dest_dir}",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform as platform_module
 import resource
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,9 +21,10 @@ from .jobs import job_limit
 from .kernels import KernelTable
 from .matrix import HostLibrary, Matrix, Wheel
 from .metadata import Project, load_project
-from .torch_headers import find_torch_include
+from .sbom import IMAGE_VARIABLE
+from .torch_headers import find_torch_include, include_version
 from .variables import Variables, read_variables
-from .wheel import package_files, runtime_files, source_date_epoch, write_wheel
+from .wheel import Made, package_files, runtime_files, source_date_epoch, write_wheel
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class HostResult:
     compiler: HostCompiler
     cpu_s: float
     compiled: int
+    headers: str = ""  # the torch version whose headers it was compiled with
 
 
 def find_wheel(matrix: Matrix, name: str, variables: Variables) -> Wheel:
@@ -62,7 +67,7 @@ def build_host(
     row = find_wheel(matrix, name, variables).host_library
     folder = (folder or build_folder(root, variables)) / "rows" / f"{row.name}.cxx11abi{int(row.cxx11_abi)}"
     make_build_folder(folder)
-    compiler = find_host_compiler(environ, matrix.tools.minimum_gxx, folder / "gxx.json")
+    compiler = row_compiler(row, environ, matrix.tools.minimum_gxx, folder / "gxx.json")
     include = find_torch_include(row, environ, sys.path)
     edges = host_edges(root, folder, compiler, load_project(root).base_version, environ, row, include)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", [], "", edges)
@@ -73,7 +78,31 @@ def build_host(
     platform, why_not = platform_tag(folder / LIBRARY, row.platform)
     if why_not:
         print(f"note: {why_not}; it is tagged {platform}, for machines like this one", file=sys.stderr)
-    return HostResult(row, folder / LIBRARY, platform, compiler, cpu_s, compiled)
+    version = include_version(include) if include else None
+    headers = ".".join(map(str, version or ()))
+    return HostResult(row, folder / LIBRARY, platform, compiler, cpu_s, compiled, headers)
+
+
+def row_compiler(row: HostLibrary, environ: Mapping[str, str], minimum: tuple[int, ...], cache: Path) -> HostCompiler:
+    """The compiler for the row's processor: CXX where it is for that one, else its g++, a cross compiler's elsewhere.
+
+    It has to be g++: an exception that another compiler's C++ runtime throws into libtorch ends the process.
+    """
+    default = "g++" if row.machine == platform_module.machine() else f"{row.machine}-linux-gnu-g++"
+    chosen = environ.get("CXX", "")
+    if chosen and not _target(chosen).startswith(f"{row.machine}-"):
+        environ = {key: value for key, value in environ.items() if key != "CXX"}
+    return find_host_compiler(environ, minimum, cache, default)
+
+
+def _target(command: str) -> str:
+    """What a compiler compiles for, such as x86_64-linux-gnu; empty if it does not say, which the probe will tell."""
+    try:
+        return subprocess.run(
+            [*shlex.split(command), "-dumpmachine"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _children_cpu_s() -> float:
@@ -109,7 +138,9 @@ def build_row_wheel(
         f"flash_attn/{LIBRARY}": host.path.read_bytes(),
         "flash_attn/build_info.json": build_info_text(project.base_version, kernel_set_info(kernels), facts),
     }
-    return output / write_wheel(output, project, f"py3-none-{host.platform}", files, source_date_epoch(environ))
+    made = Made(name, host.headers, environ.get(IMAGE_VARIABLE, ""))
+    tag = f"py3-none-{host.platform}"
+    return output / write_wheel(output, project, tag, files, source_date_epoch(environ), made)
 
 
 def row_project(root: Path, matrix: Matrix, wheel: Wheel, variables: Variables) -> Project:
