@@ -561,7 +561,7 @@ bool supported(int ordinal, char* reason, size_t size) {
     copy_text(reason, size, text.c_str());
     return false;
   }
-  int keys = 0, usable = 0, through_ptx = 0;
+  int keys = 0, usable = 0, through_ptx = 0, of_other_gpus = 0;
   const char* wants_memory = nullptr;
   const char* wants_arch = nullptr;
   KernelGroup group = {};
@@ -572,7 +572,9 @@ bool supported(int ordinal, char* reason, size_t size) {
     const int count = usable_records(set, group, gpu.capability(), images, kMaxImages);
     int image = 0;
     while (image < count && !fits(*images[image], 0, gpu)) ++image;
-    if (count == 0) {
+    if (count == 0 && strstr(set[i].key, kFamilies[kFamilyCount - 1]) == nullptr) {
+      ++of_other_gpus;  // no loss: the last family has all that the faster ones are made for
+    } else if (count == 0) {
       wants_arch = set[i].key;
     } else if (image == count) {
       wants_memory = set[i].key;
@@ -588,10 +590,10 @@ bool supported(int ordinal, char* reason, size_t size) {
     if (wants_memory == nullptr) {
       text.add(" Build from source with FORCE_BUILD=1 FLASH_ATTN_CUDA_ARCHS=%d.%d.", gpu.major, gpu.minor);
     }
-  } else if (usable == keys) {
-    text.add("all %d kernels run", keys);
+  } else if (usable == keys - of_other_gpus) {
+    text.add("all %d kernels run", usable);
   } else {
-    text.add("%d of %d kernels run", usable, keys);
+    text.add("%d of %d kernels run", usable, keys - of_other_gpus);
   }
   if (through_ptx > 0) text.add(", %d through PTX, which the driver compiles at first use", through_ptx);
   if (usable > 0) text.add(".");

@@ -32,10 +32,12 @@ const int* read_numbers(const char* name, const Tensor& tensor, const Argument& 
 // A cache as the kernels use it: where it is, or, if its rows are not ones that they can move, a copy of all of it.
 class Cache {
  public:
-  Cache(const char* name, const Tensor& tensor, const Argument& first) : rows(read_rows(name, tensor, false)) {
+  Cache(const char* name, const Tensor& tensor, const Argument& first, bool written)
+      : rows(read_rows(name, tensor, false)) {
     check_same(rows.argument, first);
     if (usable_as_is(rows)) {
-      data = const_cast<void*>(rows.argument.data);
+      // Memory that is going to be written is asked for as such.
+      data = written ? data_of(tensor) : const_cast<void*>(rows.argument.data);
       strides = kernel_strides(rows);
       return;
     }
@@ -128,8 +130,8 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t num_splits = arguments.integer();
 
   const Rows q = read_rows("q", q_tensor, false);
-  const Cache k_cache("k_cache", k_tensor, q.argument);
-  const Cache v_cache("v_cache", v_tensor, q.argument);
+  const Cache k_cache("k_cache", k_tensor, q.argument, false);
+  const Cache v_cache("v_cache", v_tensor, q.argument, false);
   const Rows& k = k_cache.rows;
   const Rows& v = v_cache.rows;
   const int64_t batch = q.sizes[0], heads = q.sizes[2], heads_kv = k.sizes[2];
@@ -290,6 +292,10 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
   if (source.sizes[3] > kMaxHeadDim) {
     fail("source has head_dim %lld; 1 to %d are supported.", static_cast<long long>(source.sizes[3]), kMaxHeadDim);
   }
+  if (offset <= -kMaxSeqlen || offset >= kMaxSeqlen) {
+    fail("offset is %lld, which no position can be.", static_cast<long long>(offset));
+  }
+  if (max_seqlen < 0) fail("max_seqlen is %lld; it must not be negative.", static_cast<long long>(max_seqlen));
   RotaryParams params = {};
   RotaryTable table;
   table.read(cos, sin, source.argument, source.sizes[3], &params);
@@ -339,8 +345,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   const Rows k = read_rows("k", k_tensor, false);
   const Rows v = read_rows("v", v_tensor, false);
   check_same(v.argument, k.argument);
-  const Cache k_slabs("k_cache", k_cache_tensor, k.argument);
-  const Cache v_slabs("v_cache", v_cache_tensor, k.argument);
+  const Cache k_slabs("k_cache", k_cache_tensor, k.argument, true);
+  const Cache v_slabs("v_cache", v_cache_tensor, k.argument, true);
   const Rows& k_cache = k_slabs.rows;
   const Rows& v_cache = v_slabs.rows;
   const int64_t batch = k.sizes[0];
@@ -354,7 +360,8 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
 
   RotaryParams params = {};
   RotaryTable table;
-  const bool rotates = cos && sin;
+  const bool rotates = static_cast<bool>(cos);
+  if (rotates != static_cast<bool>(sin)) fail("cos and sin must be given together; one of them is None.");
   if (rotates) table.read(cos, sin, k.argument, k.sizes[3], &params);
   int64_t capacity = 0;
   params.pages = read_pages(block_table, k_cache, batch, &capacity);

@@ -142,6 +142,26 @@ def pack(keys: Sequence[str] = ALL_KEYS, archs: Sequence[str] = ALL_ARCHS, **cha
     return archive.pack("nvrtc 12.9.86", [kernel(key, arch, **changes) for key in keys for arch in archs])
 
 
+CACHE_KEYS = tuple(
+    f"{op}-{dtype}-{head_dim}-general"
+    for op, head_dims in (("decode-sm80", ("d64", "d128")), ("rotary-sm80", ("d256",)))
+    for dtype in ("fp16", "bf16")
+    for head_dim in head_dims
+)
+
+
+def fast_kernels() -> list[tuple[archive.Record, bytes]]:
+    """The forward of the family with tensor maps, for 9.0 alone."""
+    keys = [key.replace("sm80", "sm90") for key in ALL_KEYS if key.startswith("fwd-")]
+    return [kernel(key, "90a", threads=384, block_m=128) for key in keys]
+
+
+def every_kernel() -> bytes:
+    """A kernel set with every op and family."""
+    general = [kernel(key, arch) for key in ALL_KEYS + CACHE_KEYS for arch in ALL_ARCHS]
+    return archive.pack("nvrtc 12.9.86", fast_kernels() + general)
+
+
 @dataclass
 class Machine:
     """A folder with ``host_cli``, its kernel set, and a fake driver that sees ``devices``."""

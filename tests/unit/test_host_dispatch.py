@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from host_support import ALL_ARCHS, ALL_KEYS, H200, RTX4090, VERSION, Machine, kernel, pack
+from host_support import ALL_ARCHS, ALL_KEYS, H200, RTX4090, VERSION, Machine, every_kernel, fast_kernels, kernel, pack
 
 from buildtools import archive
 
@@ -266,7 +266,7 @@ def test_forward_launch(machine: Machine) -> None:
         "key": FWD, "arch": "90", "entry": "flash_fwd", "grid": str(5 * 8 * 2), "block": "128", "smem": "65536",
         "stream": "0x77", "device": "0", "batch": "2", "heads": "8", "heads_kv": "2", "group": "4",
         "seqlen_q": "300", "seqlen_k": "200", "head_dim": "128", "head_dim_v": "128", "blocks_m": "5",
-        "scale": "0.125000", "scale_log2": "0.180337",
+        "scale": "0.125000", "scale_log2": "0.180337", "heads_per_group": "0",
     }  # fmt: skip
 
 
@@ -502,6 +502,9 @@ def test_exports(machine: Machine) -> None:
             "yes",
             ["1 of 2 kernels run", f"{BWD} is not built for this GPU"],
         ),
+        (H200, every_kernel, "yes", ["all 42 kernels run."]),
+        (RTX4090, every_kernel, "yes", ["all 30 kernels run."]),  # those of the sm90 family are no loss
+        (RTX4090, lambda: archive.pack("x", fast_kernels()), "no", ["none of the 12", "90a"]),
     ],
 )
 def test_supported(machine: Machine, devices: str, build: Callable[[], bytes], answer: str, parts: list[str]) -> None:
@@ -624,10 +627,8 @@ TMA = "fwd-sm90-bf16-d128-causal"
 
 @pytest.fixture
 def hopper(machine: Machine) -> Machine:
-    """The complete kernel set, and the forward of the sm90 family."""
-    keys = [key for key in ALL_KEYS if key.startswith("fwd-")]
-    fast = [kernel(key.replace("sm80", "sm90"), "90a", threads=384, block_m=128) for key in keys]
-    machine.write_kernels(archive.pack("x", fast + [kernel(key, arch) for key in ALL_KEYS for arch in ALL_ARCHS]))
+    """The kernel set with the sm90 family."""
+    machine.write_kernels(every_kernel())
     return machine
 
 
@@ -653,10 +654,20 @@ def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int) -> N
     assert hopper.run(f"fwd 0 bf16 causal 128 {batch} 300 200 8 2") == ["ok"]
     [launch] = hopper.log("launch")
     assert (launch["key"], launch["grid"], launch["block"], launch["blocks_m"]) == (TMA, str(grid), "384", "3")
+    assert launch["heads_per_group"] == "1"
     q, k, v = hopper.log("map")
     assert (q["sizes"], q["strides"], q["box"]) == (f"128,300,8,{batch}", "2048,256,614400", "64,128,1,1")
     assert (k["sizes"], k["strides"], k["box"]) == (f"128,200,2,{batch}", "512,256,102400", "64,32,1,1")
     assert (k, q["type"], q["rank"], q["swizzle"]) == (v, "9", "4", "3")
+
+
+@pytest.mark.parametrize(("seqlen", "heads_per_group"), [(63 * 128, 1), (63 * 128 + 1, 16), (1 << 20, 16)])
+def test_long_sequences_share_heads(hopper: Machine, seqlen: int, heads_per_group: int) -> None:
+    """From 64 tiles on, the longest tiles of all heads come first; on a GPU with few multiprocessors too."""
+    hopper.environ = {"FAKE_CUDA_MULTIPROCESSORS": "78"}
+    assert hopper.run(f"fwd 0 bf16 causal 128 2 {seqlen} 200 8 2") == ["ok"]
+    [launch] = hopper.log("launch")
+    assert (launch["grid"], launch["heads_per_group"]) == ("78", str(heads_per_group))
 
 
 @pytest.mark.parametrize("call", ["0 bf16 causal 128 2 300 0 8 2", "0 bf16 causal 128 2 0 200 8 2"])

@@ -12,11 +12,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from host_support import H200, HELPERS, VERSION, fake_driver, fake_torch_gpu, library, pack, scratch
+from host_support import H200, HELPERS, VERSION, every_kernel, fake_driver, fake_torch_gpu, library, scratch
 
 CASES = [
     case
-    for name in ("torch_cases.py", "torch_general_cases.py")
+    for name in ("torch_cases.py", "torch_general_cases.py", "torch_cache_cases.py", "torch_family_cases.py")
     for case in re.findall(r"^def (case_\w+)", (HELPERS / name).read_text(), re.MULTILINE)
 ]
 
@@ -25,7 +25,7 @@ def installed() -> Path:
     """A folder with the library and a kernel set, as in a wheel."""
     folder = Path(tempfile.mkdtemp(dir=scratch()))
     shutil.copy(library(), folder / "libflash_attn.so")
-    (folder / "flash_attn.kernels").write_bytes(pack())
+    (folder / "flash_attn.kernels").write_bytes(every_kernel())
     return folder / "libflash_attn.so"
 
 
@@ -38,19 +38,25 @@ def run(arguments: list[str], **environ: str) -> str:
     return result.stdout.splitlines()[-1]
 
 
-@pytest.fixture(scope="module")
-def answers() -> dict[str, str]:
-    """What came of every case, all run by one process."""
+def run_cases(*cases: str, **environ: str) -> dict[str, str]:
+    """What came of ``cases``, or of every one, all run by one process on a pretended GPU of 7 multiprocessors."""
     found: dict[str, str] = json.loads(
         run(
-            [str(HELPERS / "torch_cases.py"), str(installed())],
+            [str(HELPERS / "torch_cases.py"), str(installed()), *cases],
             LD_PRELOAD=str(fake_torch_gpu()),
             LD_LIBRARY_PATH=str(fake_driver()),
             FAKE_CUDA_DEVICES=H200,
             FAKE_CUDA_COMPUTE="1",
+            FAKE_CUDA_MULTIPROCESSORS="7",
+            **environ,
         )
     )
     return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    return run_cases()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -66,6 +72,10 @@ library.define("bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tenso
                "bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)")
 library.define("fwd_general(Tensor q) -> (Tensor, Tensor)")
 library.define("bwd_general(Tensor q) -> ()")
+library.define("decode(Tensor q) -> (Tensor, Tensor)")
+library.define("append(Tensor q) -> ()")
+library.define("rotary(Tensor q) -> ()")
+operators = ("fwd", "bwd", "fwd_general", "bwd_general", "decode", "append", "rotary")
 torch.ops.load_library(sys.argv[1])
 c = ctypes.CDLL(sys.argv[1])
 c.flash_attn_version.restype = ctypes.c_char_p
@@ -78,9 +88,7 @@ print(json.dumps({
     "supported": c.flash_attn_supported(0, reason, ctypes.c_size_t(1024)),
     "reason": reason.value.decode(),
     "capability": c.flash_attn_capability(0),
-    "kernels": [
-        has(f"flash_attn::{op}", key) for op in ("fwd", "bwd", "fwd_general", "bwd_general") for key in ("CUDA", "CPU")
-    ],
+    "kernels": [has(f"flash_attn::{op}", key) for op in operators for key in ("CUDA", "CPU")],
 }))
 """
 
@@ -89,7 +97,7 @@ def test_loads_without_gpu_and_driver() -> None:
     """Any torch can load the library; without a driver the reason says so."""
     found = json.loads(run(["-c", LOAD, str(installed())], CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=""))
     assert found["version"] == VERSION
-    assert found["kernels"] == [True, False] * 4
+    assert found["kernels"] == [True, False] * 7
     assert found["capability"] == -1
     assert found["supported"] == 0
     # On a machine with a driver but no visible GPU the driver itself is the one to complain.
@@ -100,4 +108,17 @@ def test_loads_without_gpu_and_driver() -> None:
 def test_loads_with_a_driver() -> None:
     found = json.loads(run(["-c", LOAD, str(installed())], LD_LIBRARY_PATH=str(fake_driver()), FAKE_CUDA_DEVICES=H200))
     assert (found["count"], found["error"], found["capability"], found["supported"]) == (1, "", 90, 1)
-    assert "all 24 kernels run" in found["reason"]
+    assert "all 42 kernels run" in found["reason"]
+
+
+# ---- The choice of a family ----
+
+_FORWARD = "full|causal|bf16|head_dim|several|transposed|packed|rows_|no_|nothing|window|chunk|softcap|sink|used|value"
+FORWARD_CASES = [case for case in CASES if re.match(f"case_({_FORWARD})", case) and case != "case_no_map"]
+
+
+@pytest.mark.parametrize("family", ["sm80", "sm90"])
+def test_forced_family(family: str) -> None:
+    """Either one's forward is right, whatever the size: the other tests' small problems all go to the last."""
+    cases = [*FORWARD_CASES, "check_family"]
+    assert run_cases(*cases, FLASH_ATTN_FAMILY=family) == dict.fromkeys(cases, "")

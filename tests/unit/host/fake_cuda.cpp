@@ -7,10 +7,12 @@
 //   FAKE_CUDA_REFUSE   "86,80": archs whose images hold no code for the GPU
 //   FAKE_CUDA_CAPTURE  1: a stream is being captured, loading is refused in any but the relaxed mode
 //   FAKE_CUDA_THREADS, FAKE_CUDA_STATIC_SMEM  attributes of every function
+//   FAKE_CUDA_MULTIPROCESSORS  of every GPU; 132 if not set
 //   FAKE_CUDA_COMPUTE  1: a launch computes
 //
 // An image is the text "fake <key> <arch> <block_m> <block_n> <split>".
 #include <cstdarg>
+#include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -20,7 +22,7 @@
 #include <string>
 #include <vector>
 
-#include "fake_kernels.h"
+#include "fake_cache_kernels.h"
 #include "params.h"
 
 using flash_attn::BwdParams;
@@ -28,7 +30,6 @@ using flash_attn::FwdParams;
 
 namespace {
 
-constexpr int kMultiprocessors = 132;
 constexpr int kInvalidValue = 1, kInvalidContext = 201, kNoBinary = 209, kNotFound = 500, kCaptureUnsupported = 900;
 
 std::mutex fake_mutex;
@@ -151,10 +152,10 @@ int cuDeviceGetName(char* name, int length, int device) {
   return 0;
 }
 
-int cuDeviceGetAttribute(int* value, int attribute, int device) {
+int cuDeviceGetAttribute(int* value, int which, int device) {
   const Gpu gpu = gpus().at(static_cast<size_t>(device));
-  switch (attribute) {
-    case 16: *value = kMultiprocessors; return 0;
+  switch (which) {
+    case 16: *value = attribute("FAKE_CUDA_MULTIPROCESSORS", 132); return 0;
     case 75: *value = gpu.major; return 0;
     case 76: *value = gpu.minor; return 0;
     case 97: *value = gpu.shared_bytes; return 0;
@@ -255,7 +256,7 @@ int cuFuncSetAttribute(void* function, int attribute_id, int value) {
   return 0;
 }
 
-// The map keeps what it was made of; nothing reads it but the log.
+// The map keeps what it was made of.
 int cuTensorMapEncodeTiled(void* map, int data_type, unsigned rank, void* address, const uint64_t* sizes,
                            const uint64_t* strides, const unsigned* box, const unsigned* steps, int, int swizzle, int, int) {
   log("map type=%d rank=%u sizes=%llu,%llu,%llu,%llu strides=%llu,%llu,%llu box=%u,%u,%u,%u swizzle=%d", data_type, rank,
@@ -269,6 +270,11 @@ int cuTensorMapEncodeTiled(void* map, int data_type, unsigned rank, void* addres
     if (sizes[i] == 0 || box[i] == 0 || box[i] > 256 || steps[i] != 1) return kInvalidValue;
     if (i + 1 < rank && (strides[i] == 0 || strides[i] % 16 != 0 || strides[i] >= uint64_t{1} << 40)) return kInvalidValue;
   }
+  fake::Map made = {address, {}, {}, {}, data_type};
+  memcpy(made.sizes, sizes, sizeof(made.sizes));
+  memcpy(made.strides, strides, sizeof(made.strides));
+  memcpy(made.box, box, sizeof(made.box));
+  memcpy(map, &made, sizeof(made));
   return 0;
 }
 
@@ -294,11 +300,16 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
     // Also of the family with tensor maps, whose parameters begin with these.
     FwdParams p;
     memcpy(&p, parameters[0], sizeof(p));
+    int heads_per_group = 0;
+    if (f.module->key.rfind("fwd-sm90-", 0) == 0) {
+      const size_t at = offsetof(flash_attn::FwdTmaParams, heads_per_group);
+      memcpy(&heads_per_group, static_cast<const char*>(parameters[0]) + at, sizeof(heads_per_group));
+    }
     log("launch key=%s arch=%s entry=%s grid=%u block=%u smem=%u stream=%p device=%d batch=%d heads=%d heads_kv=%d group=%d "
-        "seqlen_q=%d seqlen_k=%d head_dim=%d head_dim_v=%d blocks_m=%d scale=%.6f scale_log2=%.6f",
+        "seqlen_q=%d seqlen_k=%d head_dim=%d head_dim_v=%d blocks_m=%d scale=%.6f scale_log2=%.6f heads_per_group=%d",
         f.module->key.c_str(), f.module->arch.c_str(), f.entry.c_str(), grid_x, block_x, shared_bytes, stream,
         device_of(context), p.batch, p.heads, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.head_dim,
-        p.head_dim_v, p.blocks_m, static_cast<double>(p.scale), static_cast<double>(p.scale_log2));
+        p.head_dim_v, p.blocks_m, static_cast<double>(p.scale), static_cast<double>(p.scale_log2), heads_per_group);
   } else {
     BwdParams p;
     memcpy(&p, parameters[0], sizeof(p));
@@ -313,9 +324,12 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   }
   FAKE_FAILURE(cuLaunchKernel);
   if (context != f.module->context) return kInvalidContext;
-  if (grid_x == 0 || (grid_y != 1 && f.entry != "flash_rotary") || grid_z != 1 || block_y != 1 || block_z != 1 || extra != nullptr) return kInvalidValue;
+  if (grid_x == 0 || (grid_y != 1 && f.entry != "flash_rotary")) return kInvalidValue;
+  if (grid_z != 1 || block_y != 1 || block_z != 1 || extra != nullptr) return kInvalidValue;
   if (static_cast<int>(shared_bytes) > f.dynamic_smem) return kInvalidValue;
-  if (env("FAKE_CUDA_COMPUTE") == "1") fake::compute(f.module->key, f.entry, f.module->tile, grid_x, parameters[0]);
+  if (env("FAKE_CUDA_COMPUTE") == "1") {
+    fake::compute(f.module->key, f.entry, f.module->tile, {grid_x, grid_y, block_x}, parameters[0]);
+  }
   return 0;
 }
 

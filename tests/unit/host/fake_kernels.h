@@ -83,7 +83,8 @@ class Rows {
   bool bf16_;
 };
 
-inline float dot(const Rows& a, long long row_a, const Rows& b, long long row_b, int columns) {
+template <typename OtherRows>
+float dot(const Rows& a, long long row_a, const OtherRows& b, long long row_b, int columns) {
   float sum = 0;
   for (int d = 0; d < columns; ++d) sum += a.at(row_a, d) * b.at(row_b, d);
   return sum;
@@ -139,7 +140,8 @@ struct Head {
     return m.chunk == 0 || std::floor(static_cast<double>(position) / m.chunk) == j / m.chunk;
   }
   // The score, and the derivative of softcap.
-  float score(const Rows& q, const Rows& k, int i, int j, float* gate = nullptr) const {
+  template <typename KeyRows>
+  float score(const Rows& q, const KeyRows& k, int i, int j, float* gate = nullptr) const {
     float s = dot(q, i, k, j, p.head_dim) * p.scale;
     if (gate != nullptr) *gate = 1;
     if (!kind.general) return s;
@@ -266,22 +268,6 @@ inline void bwd_postprocess(const BwdParams& p, Kind kind, Tile tile, int index)
   for (int i = block * tile.block_m; i < std::min(head.seqlen_q, (block + 1) * tile.block_m); ++i) {
     const float* const sum = p.dq_accum + (at * tile.block_m + i % tile.block_m) * kind.head_dim;
     for (int d = 0; d < p.head_dim; ++d) dq.set(i, d, sum[d] * p.scale);
-  }
-}
-
-// A launch of `entry` of the kernel `key`.
-inline void compute(const std::string& key, const std::string& entry, Tile tile, unsigned grid, const void* params) {
-  const auto has = [&key](const char* part) { return key.find(part) != std::string::npos; };
-  const Kind kind{has("-bf16-"), has("-causal"), has("-general"), atoi(key.c_str() + key.find("-d") + 2)};
-  FwdParams fwd_params;
-  BwdParams bwd_params;
-  memcpy(&fwd_params, params, entry == "flash_fwd" ? sizeof(fwd_params) : 0);
-  memcpy(&bwd_params, params, entry == "flash_fwd" ? 0 : sizeof(bwd_params));
-  for (int index = 0; index < static_cast<int>(grid); ++index) {
-    if (entry == "flash_fwd") fwd(fwd_params, kind, tile, index);
-    if (entry == "flash_bwd_preprocess") bwd_preprocess(bwd_params, kind, tile, index);
-    if (entry == "flash_bwd") bwd(bwd_params, kind, tile, index);
-    if (entry == "flash_bwd_postprocess") bwd_postprocess(bwd_params, kind, tile, index);
   }
 }
 

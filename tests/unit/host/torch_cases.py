@@ -1,7 +1,7 @@
 """Runs the built host library on CPU tensors that pass for CUDA tensors; see fake_torch_gpu.cpp.
 
-Each ``case_`` function, here and in torch_general_cases.py, raises where something is wrong. Prints a JSON object: for
-every case "" or its traceback. Arguments: the host library (its kernel set beside it), and cases if not all.
+Each ``case_`` function, here and in the other files of cases, raises where something is wrong. Prints a JSON object:
+for every case "" or its traceback. Arguments: the host library (its kernel set beside it), and cases if not all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch_cache_cases
+import torch_family_cases
 import torch_general_cases
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -295,7 +297,9 @@ def case_reason_of_torch_is_told() -> None:
 
 def main() -> None:
     answers = {}
-    for name, case in {**vars(torch_general_cases), **globals()}.items():
+    files = (torch_cache_cases, torch_family_cases, torch_general_cases)
+    everything = {name: case for file in files for name, case in vars(file).items()}
+    for name, case in {**everything, **globals()}.items():
         if name in sys.argv[2:] or (name.startswith("case_") and len(sys.argv) == 2):
             try:
                 case()

@@ -33,11 +33,28 @@ _LIB.define(
     "bwd_general(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor(a!) dq, "
     f"Tensor(b!) dk, Tensor(c!) dv, {_SEQUENCES}, {_OPTIONS}, bool deterministic) -> ()"
 )
+_LIB.define(
+    "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? seqused_k, Tensor? leftpad_k, Tensor? cache_batch_idx, "
+    "Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, float softmax_scale, bool causal, int window_left, "
+    "int window_right, int attention_chunk, float softcap, int num_splits) -> (Tensor, Tensor)"
+)
+_LIB.define(
+    "append(Tensor? q, Tensor(a!)? q_out, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? cos, "
+    "Tensor? sin, Tensor? offsets, SymInt offset, Tensor? leftpad_k, Tensor? cache_batch_idx, Tensor? block_table, "
+    "bool interleaved, bool same_position) -> ()"
+)
+_LIB.define(
+    "rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, SymInt offset, "
+    "Tensor? cu_seqlens, SymInt max_seqlen, bool interleaved, bool conjugate) -> ()"
+)
 torch.ops.load_library(sys.argv[1])
 FWD = torch.ops.flash_attn.fwd.default
 BWD = torch.ops.flash_attn.bwd.default
 FWD_GENERAL = torch.ops.flash_attn.fwd_general.default
 BWD_GENERAL = torch.ops.flash_attn.bwd_general.default
+DECODE = torch.ops.flash_attn.decode.default
+APPEND = torch.ops.flash_attn.append.default
+ROTARY = torch.ops.flash_attn.rotary.default
 _COUNTER = ctypes.CDLL(None)
 
 

@@ -1,0 +1,258 @@
+// The kernels of KV caches, rotary embeddings and tensor maps on host memory; see fake_kernels.h.
+#pragma once
+
+#include "fake_kernels.h"
+
+namespace fake {
+
+using flash_attn::DecodeParams;
+using flash_attn::FwdTmaParams;
+using flash_attn::RotaryParams;
+using flash_attn::RotaryTask;
+
+// ---- The forward with tensor maps ----
+
+// What the fake driver makes of a tensor map.
+struct Map {
+  const void* address;
+  uint64_t sizes[4];
+  uint64_t strides[3];  // bytes
+  unsigned box[4];
+  int type;
+};
+static_assert(sizeof(Map) <= sizeof(FwdTmaParams::q_map));
+
+inline void check_map(const unsigned char* bytes, const void* data, const Strides& stride, int columns, int heads, int batch,
+                      long long rows, int box_rows, bool bf16) {
+  Map map;
+  memcpy(&map, bytes, sizeof(map));
+  const long long elements[3] = {stride.row, stride.head, stride.batch};
+  require(map.address == data && map.type == (bf16 ? 9 : 6), "a map of another tensor");
+  require(map.sizes[0] == static_cast<uint64_t>(columns) && map.sizes[2] == static_cast<uint64_t>(heads) &&
+              map.sizes[3] == static_cast<uint64_t>(batch) && map.sizes[1] >= static_cast<uint64_t>(rows),
+          "a map of other sizes");
+  for (int i = 0; i < 3; ++i) {
+    require(map.sizes[i + 1] == 1 || map.strides[i] == 2 * static_cast<uint64_t>(elements[i]), "a map of other strides");
+  }
+  require(map.box[0] == 64 && map.box[1] == static_cast<unsigned>(box_rows), "a map of other boxes");
+}
+
+// All tiles at once: a block takes several of them.
+inline void fwd_tma(const FwdTmaParams& p, Kind kind, Tile tile, unsigned grid) {
+  const FwdParams& f = p.fwd;
+  const flash_attn::Sequences& s = f.sequences;
+  const int tiles = f.batch * f.heads * f.blocks_m;
+  require(static_cast<int>(grid) <= tiles && p.heads_per_group >= 1, "more blocks than tiles");
+  const long long q_rows = s.cu_seqlens_q != nullptr ? s.cu_seqlens_q[f.batch] : f.seqlen_q;
+  const long long k_rows = s.cu_seqlens_k != nullptr ? s.cu_seqlens_k[f.batch] : f.seqlen_k;
+  const int q_batch = s.cu_seqlens_q != nullptr ? 1 : f.batch, k_batch = s.cu_seqlens_k != nullptr ? 1 : f.batch;
+  check_map(p.q_map, f.q, f.q_stride, f.head_dim, f.heads, q_batch, q_rows, tile.block_m, kind.bf16);
+  check_map(p.k_map, f.k, f.k_stride, f.head_dim, f.heads_kv, k_batch, k_rows, tile.block_n, kind.bf16);
+  check_map(p.v_map, f.v, f.v_stride, f.head_dim_v, f.heads_kv, k_batch, k_rows, tile.block_n, kind.bf16);
+  require(f.modifiers.alibi_slopes == nullptr && f.modifiers.rng_state == nullptr, "sm90 has no ALiBi and no dropout");
+  for (int index = 0; index < tiles; ++index) fwd(f, kind, tile, index);
+}
+
+// ---- Decoding ----
+
+// The rows of one head of a sequence's cache. Those that no memory belongs to are zeros.
+class CacheRows {
+ public:
+  CacheRows(const DecodeParams& p, const void* data, const Strides& stride, bool bf16, int batch, int head, long long first)
+      : p_(p), data_(data), stride_(stride), bf16_(bf16), batch_(batch), head_(head), first_(first) {}
+
+  float at(long long j, int d) const {
+    long long row = first_ + j, slab = batch_;
+    require(row < p_.seqlen_k, "a row past the capacity");
+    if (p_.pages.block_table != nullptr) {
+      slab = p_.pages.block_table[batch_ * p_.pages.table_batch_stride + row / p_.pages.page_size];
+      if (slab < 0 || slab >= p_.pages.page_count) return 0;
+      row %= p_.pages.page_size;
+    } else {
+      if (p_.cache_batch_idx != nullptr) slab = p_.cache_batch_idx[batch_];
+      if (slab < 0 || slab >= p_.slabs) return 0;
+    }
+    return Rows(data_, stride_, bf16_, static_cast<int>(slab), row, head_).at(0, d);
+  }
+
+ private:
+  const DecodeParams& p_;
+  const void* data_;
+  Strides stride_;
+  bool bf16_;
+  int batch_, head_;
+  long long first_;
+};
+
+inline long long flat_row(const DecodeParams& p, int batch, int head, int token) {
+  return (static_cast<long long>(batch) * p.heads + head) * p.seqlen_q + token;
+}
+
+inline long long rows_of(const DecodeParams& p) { return static_cast<long long>(p.batch) * p.heads * p.seqlen_q; }
+
+inline void decode(const DecodeParams& p, Kind kind, Tile tile, int index) {
+  const int split = index % p.splits, row_tile = index / p.splits % p.row_tiles;
+  const int head_kv = index / p.splits / p.row_tiles % p.heads_kv, batch = index / p.splits / p.row_tiles / p.heads_kv;
+  require(batch < p.batch && p.row_tiles == (p.group * p.seqlen_q + tile.block_m - 1) / tile.block_m, "grid of decode");
+  require(p.splits == 1 || p.partial_lse == p.partial_out + p.splits * rows_of(p) * p.head_dim_v, "partial results");
+  const int first_row = row_tile * tile.block_m;
+  for (int r = first_row; r < std::min(p.group * p.seqlen_q, first_row + tile.block_m); ++r) {
+    const int token = r / p.group;
+    const Head<DecodeParams> head(p, kind, batch, head_kv * p.group + r % p.group);
+    const Rows q = head.queries(p.q, p.q_stride), out = head.queries(p.out, p.out_stride);
+    const CacheRows k(p, p.k, p.k_stride, kind.bf16, batch, head_kv, head.k_row);
+    const CacheRows v(p, p.v, p.v_stride, kind.bf16, batch, head_kv, head.k_row);
+    const int part = (head.seqlen_k + p.splits - 1) / p.splits;
+    const bool only = p.splits == 1;
+    float max = only ? head.sink() : -kInfinity;
+    std::vector<float> row(static_cast<size_t>(p.head_dim_v), 0.f), scores;
+    for (int j = split * part; j < std::min(head.seqlen_k, (split + 1) * part); ++j) {
+      scores.push_back(head.visible(token, j) ? head.score(q, k, token, j) : -kInfinity);
+      max = std::max(max, scores.back());
+    }
+    float sum = only && max != -kInfinity ? std::exp(head.sink() - max) : 0;
+    for (size_t j = 0; j < scores.size(); ++j) {
+      if (scores[j] == -kInfinity) continue;
+      const float weight = std::exp(scores[j] - max);
+      sum += weight;
+      for (int d = 0; d < p.head_dim_v; ++d) row[static_cast<size_t>(d)] += weight * v.at(split * part + static_cast<int>(j), d);
+    }
+    for (float& x : row) x = sum > 0 ? x / sum : 0;
+    const float lse = sum > 0 ? max + std::log(sum) : -kInfinity;
+    const long long flat = flat_row(p, batch, head.head, token);
+    if (only) {
+      for (int d = 0; d < p.head_dim_v; ++d) out.set(token, d, row[static_cast<size_t>(d)]);
+      p.lse[flat] = lse;
+    } else {
+      const long long at = split * rows_of(p) + flat;
+      std::copy(row.begin(), row.end(), p.partial_out + at * p.head_dim_v);
+      p.partial_lse[at] = lse * kLog2e;
+    }
+  }
+}
+
+// `warps` rows a block.
+inline void combine(const DecodeParams& p, Kind kind, int warps, int index) {
+  for (long long row = static_cast<long long>(index) * warps; row < std::min<long long>(rows_of(p), (index + 1) * warps); ++row) {
+    const int token = static_cast<int>(row % p.seqlen_q), head_index = static_cast<int>(row / p.seqlen_q);
+    const Head<DecodeParams> head(p, kind, head_index / p.heads, head_index % p.heads);
+    float max = head.sink() * kLog2e, sum = 0;
+    for (int split = 0; split < p.splits; ++split) max = std::max(max, p.partial_lse[split * rows_of(p) + row]);
+    const float base = max == -kInfinity ? 0 : max;
+    for (int split = 0; split < p.splits; ++split) sum += std::exp2(p.partial_lse[split * rows_of(p) + row] - base);
+    sum += std::exp2(head.sink() * kLog2e - base);
+    const Rows out = head.queries(p.out, p.out_stride);
+    for (int d = 0; d < p.head_dim_v; ++d) {
+      float value = 0;
+      for (int split = 0; split < p.splits; ++split) {
+        const long long at = split * rows_of(p) + row;
+        value += std::exp2(p.partial_lse[at] - base) * p.partial_out[at * p.head_dim_v + d];
+      }
+      out.set(token, d, sum > 0 ? value / sum : 0);
+    }
+    p.lse[row] = sum > 0 ? (max + std::log2(sum)) / kLog2e : -kInfinity;
+  }
+}
+
+// ---- Rotary embedding and appending ----
+
+inline float table_value(const RotaryParams& p, const void* table, bool bf16, long long index) {
+  return p.table_fp32 ? static_cast<const float*>(table)[index] : from_half(static_cast<const uint16_t*>(table)[index], bf16);
+}
+
+inline void rotary_row(const RotaryParams& p, const RotaryTask& task, bool bf16, int batch, int row, int head) {
+  long long source_row = row;
+  if (p.cu_seqlens != nullptr) {
+    if (row >= p.cu_seqlens[batch + 1] - p.cu_seqlens[batch]) return;
+    source_row += p.cu_seqlens[batch];
+  }
+  const int offset = p.offsets != nullptr ? p.offsets[batch] : p.offset;
+  int slab = batch;
+  long long at = source_row;
+  if (task.to_cache) {
+    at = offset + row;
+    if (at < 0 || at >= p.capacity) return;
+    if (p.pages.block_table != nullptr) {
+      slab = p.pages.block_table[batch * p.pages.table_batch_stride + at / p.pages.page_size];
+      if (slab < 0 || slab >= p.pages.page_count) return;
+      at %= p.pages.page_size;
+    } else if (p.cache_batch_idx != nullptr) {
+      slab = p.cache_batch_idx[batch];
+    }
+    if (p.pages.block_table == nullptr && (slab < 0 || slab >= p.slabs)) return;
+  }
+  const Rows source(task.source, task.source_stride, bf16, batch, source_row, head);
+  const Rows destination(task.destination, task.destination_stride, bf16, slab, at, head);
+  std::vector<float> x;
+  for (int d = 0; d < task.head_dim; ++d) x.push_back(source.at(0, d));
+  const int position = offset + (task.same_position ? 0 : row) - (p.leftpad != nullptr ? p.leftpad[batch] : 0);
+  const int half = task.rotate && position >= 0 && position < p.positions ? p.rotary_dim / 2 : 0;
+  for (int i = 0; i < half; ++i) {
+    const float c = table_value(p, p.cos, bf16, static_cast<long long>(position) * half + i);
+    const float s = table_value(p, p.sin, bf16, static_cast<long long>(position) * half + i) * (p.conjugate ? -1.f : 1.f);
+    float& a = x[static_cast<size_t>(p.interleaved ? 2 * i : i)];
+    float& b = x[static_cast<size_t>(p.interleaved ? 2 * i + 1 : i + half)];
+    const float first = a * c - b * s;
+    b = a * s + b * c;
+    a = first;
+  }
+  for (int d = 0; d < task.head_dim; ++d) destination.set(0, d, x[static_cast<size_t>(d)]);
+}
+
+// A thread has eight columns; here the one with a row's first does all of it.
+inline void rotary(const RotaryParams& p, bool bf16, unsigned grid, unsigned threads, unsigned tasks) {
+  require(static_cast<int>(tasks) == p.tasks && tasks <= 3, "tasks of rotary");
+  for (unsigned t = 0; t < tasks; ++t) {
+    const RotaryTask& task = p.task[t];
+    const long long chunks = task.head_dim / 8;
+    const long long rows = static_cast<long long>(p.batch) * task.seqlen * task.heads;
+    require(static_cast<long long>(grid) * threads >= rows * chunks, "a grid of rotary that is too small");
+    for (long long row = 0; chunks > 0 && row < rows; ++row) {
+      rotary_row(p, task, bf16, static_cast<int>(row / task.heads / task.seqlen),
+                 static_cast<int>(row / task.heads % task.seqlen), static_cast<int>(row % task.heads));
+    }
+  }
+}
+
+// ---- Any kernel ----
+
+struct Launch {
+  unsigned grid, grid_y, threads;
+};
+
+template <typename Params>
+Params params_of(const void* bytes) {
+  Params params;
+  memcpy(&params, bytes, sizeof(params));
+  return params;
+}
+
+// A launch of `entry` of the kernel `key`.
+inline void compute(const std::string& key, const std::string& entry, Tile tile, Launch launch, const void* bytes) {
+  const auto has = [&key](const char* part) { return key.find(part) != std::string::npos; };
+  const Kind kind{has("-bf16-"), has("-causal"), has("-general"), atoi(key.c_str() + key.find("-d") + 2)};
+  const int grid = static_cast<int>(launch.grid);
+  if (has("fwd-sm90")) {
+    fwd_tma(params_of<FwdTmaParams>(bytes), kind, tile, launch.grid);
+  } else if (entry == "flash_fwd") {
+    const FwdParams params = params_of<FwdParams>(bytes);
+    for (int index = 0; index < grid; ++index) fwd(params, kind, tile, index);
+  } else if (entry == "flash_rotary") {
+    rotary(params_of<RotaryParams>(bytes), kind.bf16, launch.grid, launch.threads, launch.grid_y);
+  } else if (entry == "flash_decode" || entry == "flash_combine") {
+    const DecodeParams params = params_of<DecodeParams>(bytes);
+    for (int index = 0; index < grid; ++index) {
+      if (entry == "flash_decode") decode(params, kind, tile, index);
+      if (entry == "flash_combine") combine(params, kind, static_cast<int>(launch.threads / 32), index);
+    }
+  } else {
+    const BwdParams params = params_of<BwdParams>(bytes);
+    for (int index = 0; index < grid; ++index) {
+      if (entry == "flash_bwd_preprocess") bwd_preprocess(params, kind, tile, index);
+      if (entry == "flash_bwd") bwd(params, kind, tile, index);
+      if (entry == "flash_bwd_postprocess") bwd_postprocess(params, kind, tile, index);
+    }
+  }
+}
+
+}  // namespace fake

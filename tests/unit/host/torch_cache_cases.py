@@ -1,0 +1,653 @@
+"""Cases of the operators of KV caches and rotary embeddings."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch_general_cases import Options, attend, halves, ints
+from torch_support import APPEND, DECODE, ROTARY, close, made, raises
+
+# ---- Decoding ----
+
+
+@dataclass
+class Decode:
+    """The operator's arguments in their order."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    seqused_k: Tensor | None = None
+    leftpad_k: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    block_table: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    softmax_scale: float = 0.3
+    causal: bool = False
+    window_left: int = -1
+    window_right: int = -1
+    attention_chunk: int = 0
+    softcap: float = 0.0
+    num_splits: int = 0
+
+    def arguments(self) -> list[Any]:
+        return [getattr(self, f.name) for f in fields(self)]
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        out: tuple[Tensor, Tensor] = DECODE(*self.arguments())
+        return out
+
+    def options(self) -> Options:
+        shared = {f.name for f in fields(self)} & {f.name for f in fields(Options)}
+        return Options(**{name: getattr(self, name) for name in shared})
+
+
+def slabs(
+    b: int = 2, sq: int = 1, capacity: int = 40, h: int = 4, hk: int = 2, d: int = 64, dv: int = 64, **more: Any
+) -> Decode:
+    torch.manual_seed(capacity * 100 + d)
+    return Decode(halves(b, sq, h, d), halves(b, capacity, hk, d), halves(b, capacity, hk, dv), **more)
+
+
+def paged(page_size: int = 16, pages: int = 3, b: int = 2, sq: int = 1, d: int = 64, **more: Any) -> Decode:
+    torch.manual_seed(page_size)
+    caches = (halves(b * pages + 1, page_size, 2, d) for _ in range(2))
+    table = torch.randperm(b * pages + 1)[: b * pages].int().view(b, pages)
+    return Decode(halves(b, sq, 4, d), *caches, block_table=table, **more)
+
+
+def whole(cache: Tensor, batch: int, cache_batch_idx: Tensor | None, block_table: Tensor | None) -> Tensor:
+    """The cache of one sequence, (capacity, Hk, D)."""
+    if block_table is not None:
+        pages = [cache[i] for i in block_table[batch].tolist()]
+        return torch.cat(pages) if pages else cache.new_zeros((0, *cache.shape[2:]))
+    return cache[batch if cache_batch_idx is None else int(cache_batch_idx[batch])]
+
+
+def reference(c: Decode) -> tuple[Tensor, Tensor]:
+    outs, lses = [], []
+    for b in range(c.q.shape[0]):
+        rows = []
+        for cache in (c.k_cache, c.v_cache):
+            x = whole(cache, b, c.cache_batch_idx, c.block_table).double()
+            last = len(x) if c.seqused_k is None else min(len(x), int(c.seqused_k[b]))
+            first = 0 if c.leftpad_k is None else min(last, int(c.leftpad_k[b]))
+            group = c.q.shape[2] // max(x.shape[1], 1)
+            rows.append(x[first:last].transpose(0, 1).repeat_interleave(group, 0))
+        out, lse = attend(c.q[b].double().transpose(0, 1), *rows, c.options(), b)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+    if not outs:
+        _, sq, heads, _ = c.q.shape
+        return c.q.new_zeros((0, sq, heads, c.v_cache.shape[3])), torch.zeros(0, heads, sq)
+    return torch.stack(outs), torch.stack(lses)
+
+
+def check(case: Decode) -> None:
+    """Against float64; the inputs stay as they were."""
+    before = [x.clone() for x in case.arguments() if isinstance(x, Tensor)]
+    out, lse = case()
+    wanted_out, wanted_lse = reference(case)
+    assert (out.dtype, lse.dtype) == (case.q.dtype, torch.float32)
+    close(out, wanted_out, "out")
+    close(lse, wanted_lse, "lse", 2e-3)
+    after = [x for x in case.arguments() if isinstance(x, Tensor)]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+@contextmanager
+def launches() -> Iterator[list[dict[str, str]]]:
+    """What the driver launched meanwhile."""
+    path, found = f"/tmp/flash_attn_launches_{os.getpid()}", []
+    os.environ["FAKE_CUDA_LOG"] = path
+    try:
+        yield found
+        with open(path, encoding="utf-8") as log:
+            lines = [line.split() for line in log]
+        found += [dict(x.split("=", 1) for x in line[1:]) for line in lines if line[0] == "launch"]
+    finally:
+        del os.environ["FAKE_CUDA_LOG"]
+        if os.path.exists(path):
+            os.remove(path)
+
+
+def case_decode() -> None:
+    for sq in (1, 3):
+        for h, hk in ((2, 2), (4, 2), (8, 1)):
+            for causal in (False, True):
+                check(slabs(sq=sq, h=h, hk=hk, causal=causal))
+    check(slabs(d=128, dv=128))
+    case = slabs()
+    check(Decode(*(x.bfloat16().half() for x in (case.q, case.k_cache, case.v_cache))))
+    bf16 = Decode(*(x.bfloat16() for x in (case.q, case.k_cache, case.v_cache)))
+    close(bf16()[0], reference(bf16)[0], "out", 5e-2)
+
+
+def case_decode_of_several_row_tiles() -> None:
+    """64 rows a tile in the tests' kernels: 40 heads by 4 tokens are three, the last one partly used."""
+    for num_splits in (1, 3):
+        case = slabs(b=2, sq=4, h=40, hk=1, d=8, dv=8, causal=True, num_splits=num_splits)
+        with launches() as found:
+            check(case)
+        assert [x["grid"] for x in found if x["entry"] == "flash_decode"] == [f"{2 * 3 * num_splits},1"]
+
+
+def case_decode_splits() -> None:
+    for num_splits, grids in (
+        (1, ["4,1"]), (2, ["8,1", "2,1"]), (7, ["28,1", "2,1"]), (64, ["256,1", "2,1"]), (9999, ["512,1", "2,1"]),
+    ):  # fmt: skip
+        with launches() as found:
+            check(slabs(num_splits=num_splits))
+        assert [x["grid"] for x in found] == grids, found
+        check(slabs(num_splits=num_splits, seqused_k=ints(3, 0), sq=2))
+        check(slabs(num_splits=num_splits, capacity=200, window_left=20, causal=True, d=20, dv=36))
+        check(paged(num_splits=num_splits, sink=torch.tensor([-1.0, 0.5, 3.0, -9.0]), leftpad_k=ints(4, 11)))
+
+
+def case_decode_automatic_splits() -> None:
+    """The pretended GPU has 7 multiprocessors."""
+    for b, capacity, splits in ((1, 40, 1), (1, 300, 3), (1, 1000, 3), (2, 1000, 3), (3, 1000, 1)):
+        with launches() as found:
+            check(slabs(b=b, capacity=capacity, d=8, dv=8))
+        assert found[0]["grid"] == f"{2 * b * splits},1", found
+        assert len(found) == (2 if splits > 1 else 1)
+
+
+def case_decode_lengths() -> None:
+    check(slabs(seqused_k=ints(7, 40)))
+    check(slabs(seqused_k=ints(0, 1), sq=3, causal=True))
+    check(slabs(seqused_k=ints(41, 1000)))  # more than there is
+    check(slabs(leftpad_k=ints(3, 40)))
+    check(slabs(leftpad_k=ints(5, 30), seqused_k=ints(20, 20), sq=2, causal=True))
+
+
+def case_decode_slabs() -> None:
+    case = slabs(b=2)
+    more = [halves(5, 40, 2, 64) for _ in range(2)]
+    check(replace(case, k_cache=more[0], v_cache=more[1]))
+    check(replace(case, k_cache=more[0], v_cache=more[1], cache_batch_idx=ints(4, 1), seqused_k=ints(30, 2)))
+    one = [x[:1] for x in more]
+    check(replace(case, k_cache=one[0], v_cache=one[1], cache_batch_idx=ints(0, 0)))
+
+
+def case_decode_pages() -> None:
+    for page_size in (1, 16, 20):
+        for num_splits in (0, 3):
+            check(paged(page_size, num_splits=num_splits))
+            check(paged(page_size, seqused_k=ints(3, 2), sq=2, causal=True, num_splits=num_splits))
+    case = paged(leftpad_k=ints(17, 3), seqused_k=ints(40, 47))
+    check(case)
+    wide = torch.full((2, 9), -1, dtype=torch.int32)
+    wide[:, :3] = case.block_table
+    check(replace(case, block_table=wide[:, :3]))
+    check(paged(d=36))
+
+
+def case_decode_modifiers() -> None:
+    torch.manual_seed(3)
+    for more in (
+        {"window_left": 5}, {"window_left": 4, "window_right": 1}, {"window_right": 0},
+        {"window_left": 0, "causal": True},
+        {"attention_chunk": 7}, {"attention_chunk": 7, "causal": True}, {"softcap": 1.5},
+        {"alibi_slopes": torch.rand(4)}, {"alibi_slopes": torch.rand(2, 4), "causal": True},
+        {"alibi_slopes": torch.rand(4, 2).T.double()}, {"sink": torch.randn(4)},
+        {"sink": torch.randn(8).bfloat16()[::2]},
+        {"window_left": 1 << 40, "window_right": 1 << 40, "attention_chunk": 1 << 40},
+        {"alibi_slopes": torch.rand(4), "sink": torch.randn(4), "window_left": 9, "causal": True, "softcap": 2.0},
+    ):  # fmt: skip
+        for num_splits in (1, 4):
+            check(slabs(sq=3, num_splits=num_splits, **more))
+    check(slabs(sq=3, seqused_k=ints(2, 0), sink=torch.randn(4), causal=True))  # rows that see the sink alone
+
+
+def case_decode_head_dims_and_layouts() -> None:
+    for d, dv in ((36, 36), (7, 7), (64, 20), (20, 64), (40, 128), (128, 8)):
+        for num_splits in (1, 3):
+            check(slabs(d=d, dv=dv, num_splits=num_splits))
+    case = slabs(b=2)
+    kv = halves(2, 40, 2, 2, 64)  # K and V side by side
+    check(replace(case, k_cache=kv[:, :, 0], v_cache=kv[:, :, 1]))
+    check(replace(case, k_cache=halves(2, 2, 40, 64).transpose(1, 2), v_cache=halves(2, 2, 40, 64).transpose(1, 2)))
+    check(replace(case, q=halves(2, 4, 1, 65)[..., 1:].transpose(1, 2)))
+    check(replace(case, k_cache=halves(2, 40, 2, 65)[..., 1:], v_cache=halves(2, 40, 2, 128)[..., ::2]))
+    check(replace(case, k_cache=halves(1, 40, 2, 64).expand(2, -1, -1, -1)))
+
+
+def case_decode_of_nothing() -> None:
+    check(slabs(b=0))
+    check(slabs(sq=0))
+    check(slabs(h=0, hk=0))
+    check(slabs(capacity=0))
+    check(slabs(capacity=0, sink=torch.ones(4), num_splits=3))
+    check(paged(pages=0))
+    check(slabs(d=36, capacity=0))
+
+
+def case_decode_wrong_arguments() -> None:
+    case = slabs(sq=3)
+
+    def call(**changes: Any) -> Callable[[], object]:
+        return replace(case, **changes)
+
+    q, k, v = case.q, case.k_cache, case.v_cache
+    raises(call(q=q[0]), "q has 3 dimensions, not 4")
+    raises(call(k_cache=k[0]), "k_cache has 3 dimensions, not 4")
+    raises(call(k_cache=k.bfloat16()), "k_cache and q have different dtypes: k_cache is bfloat16, q is float16")
+    raises(call(v_cache=v.float()), "v_cache and q have different dtypes: v_cache is float32, q is float16")
+    raises(call(q=q.float(), k_cache=k.float(), v_cache=v.float()), "q is float32", "float16 and bfloat16")
+    raises(call(k_cache=k[..., :32]), "k_cache has shape (2, 40, 2, 32), expected (2, 40, 2, 64)")
+    raises(call(v_cache=v[:, :39]), "v_cache has shape (2, 39, 2, 64), expected (2, 40, 2, 64)")
+    raises(call(q=q[:, :, :3]), "q has 3 heads", "2 heads of k_cache")
+    raises(call(k_cache=k[:, :, :0], v_cache=v[:, :, :0]), "q has 4 heads", "0 heads of k_cache")
+    raises(call(k_cache=k[:1], v_cache=v[:1]), "k_cache holds 1 sequences, and there are 2")
+    raises(call(q=q[..., :0], k_cache=k[..., :0]), "q has head_dim 0")
+    raises(call(v_cache=v.repeat(1, 1, 1, 5)), "v_cache 320")
+    raises(call(seqused_k=ints(1)), "seqused_k has shape (1), expected (2)")
+    raises(call(seqused_k=torch.ones(2)), "seqused_k is float32, expected int32")
+    raises(call(leftpad_k=ints(1, 2, 3)), "leftpad_k has shape (3), expected (2)")
+    raises(call(cache_batch_idx=ints(1, 0).long()), "cache_batch_idx is int64, expected int32")
+    raises(call(cache_batch_idx=ints(0, 1, 2, 3)[::2]), "cache_batch_idx of shape (2) has strides (2)", "contiguous")
+    raises(call(alibi_slopes=torch.ones(3)), "alibi_slopes has shape (3), expected (4)")
+    raises(call(alibi_slopes=torch.ones(4, 2)), "alibi_slopes has shape (4, 2), expected (2, 4)")
+    raises(call(sink=torch.ones(4, 1)), "sink has 2 dimensions, not 1")
+    table = ints(0, 1, 1, 0).view(2, 2)
+    raises(call(block_table=table, cache_batch_idx=ints(0, 1)), "cache_batch_idx and block_table")
+    raises(call(block_table=table.view(4)), "block_table has 1 dimensions, not 2")
+    raises(call(block_table=table[:1]), "block_table has shape (1, 2), expected (2, 2)")
+    raises(call(block_table=table.long()), "block_table is int64, expected int32")
+    raises(call(block_table=table.T), "block_table", "contiguous")
+    raises(call(block_table=ints(0).expand(2, 1 << 26)), "block_table", "contiguous")
+    huge = torch.empty(1, 1, 1, 8, dtype=torch.float16).expand(2, 1 << 30, 1, 8)
+    raises(Decode(halves(2, 1, 1, 8), huge, huge), "1073741824 rows")
+    wide = slabs(d=8, dv=136)
+    raises(wide, "decode-sm80-fp16-d192-general is not built", "head_dim 136")
+
+
+# ---- Rotary embedding ----
+
+
+def tables(positions: int, half: int, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor]:
+    angles = torch.rand(positions, half) * 6.28
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def turned(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, conjugate: bool = False
+) -> Tensor:
+    """``x`` (S, H, D), each row rotated by its position where the tables have it, in float64."""
+    out, half = x.double().clone(), cos.shape[1]
+    for row, position in enumerate(positions.tolist()):
+        if not 0 <= position < len(cos):
+            continue
+        c, s = cos[position].double(), sin[position].double() * (-1 if conjugate else 1)
+        part = out[row, :, : 2 * half]
+        a, b = (part[:, ::2], part[:, 1::2]) if interleaved else (part[:, :half], part[:, half:])
+        pair = a * c - b * s, a * s + b * c
+        out[row, :, : 2 * half] = torch.stack(pair, -1).flatten(1) if interleaved else torch.cat(pair, -1)
+    return out
+
+
+def check_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    offsets: Tensor | None = None,
+    offset: int = 0,
+    interleaved: bool = False,
+    conjugate: bool = False,
+    destination: Tensor | None = None,
+) -> None:
+    given = torch.full(x.shape, torch.nan, dtype=x.dtype) if destination is None else destination
+    positions = [torch.arange(x.shape[1]) + (offset if offsets is None else int(offsets[b])) for b in range(x.shape[0])]
+    wanted = [turned(x[b], cos, sin, positions[b], interleaved, conjugate) for b in range(x.shape[0])]
+    before = x.clone()
+    ROTARY(x, given, cos, sin, offsets, offset, None, x.shape[1], interleaved, conjugate)
+    close(given, torch.stack(wanted) if wanted else x.double(), "rotary", 4e-3, contiguous=destination is None)
+    assert destination is not None or torch.equal(x, before)
+
+
+def case_rotary() -> None:
+    torch.manual_seed(5)
+    x = halves(2, 9, 4, 64)
+    for interleaved in (False, True):
+        for conjugate in (False, True):
+            for half in (32, 16, 10, 3, 0):  # some of them not in whole pieces of 16 bytes
+                for dtype in (torch.float16, torch.float32, torch.float64):
+                    check_rotary(x, *tables(12, half, dtype), interleaved=interleaved, conjugate=conjugate)
+
+
+def case_rotary_positions() -> None:
+    torch.manual_seed(6)
+    x, table = halves(2, 9, 4, 64), tables(20, 16)
+    for interleaved in (False, True):
+        check_rotary(x, *table, offset=7, interleaved=interleaved)
+        check_rotary(x, *table, offset=15, interleaved=interleaved)  # the last rows have no position
+        check_rotary(x, *table, offset=-3, interleaved=interleaved)
+        check_rotary(x, *table, offsets=ints(11, 2), interleaved=interleaved)
+        check_rotary(x, *table, offsets=ints(19, 30), offset=99, interleaved=interleaved)
+        check_rotary(x, *tables(0, 16), interleaved=interleaved)
+
+
+def case_rotary_in_place() -> None:
+    torch.manual_seed(7)
+    for x in (
+        halves(2, 5, 4, 64),
+        halves(2, 5, 4, 36),
+        halves(2, 5, 4, 70)[..., 3:67],
+        halves(2, 4, 5, 64).transpose(1, 2),
+    ):
+        for interleaved in (False, True):
+            check_rotary(x, *tables(9, 12), offset=2, interleaved=interleaved, destination=x)
+
+
+def case_rotary_layouts() -> None:
+    torch.manual_seed(8)
+    table = tables(9, 12)
+    for d in (24, 25, 31, 36, 64, 127, 256):
+        check_rotary(halves(1, 5, 2, d), *table)
+    x = halves(2, 5, 4, 64)
+    for destination in (halves(2, 5, 4, 67)[..., 3:], halves(2, 4, 5, 64).transpose(1, 2)):
+        check_rotary(x, *table, destination=destination)
+    wide = halves(9, 24)
+    check_rotary(x, wide[:, ::2], wide[:, 1::2])
+    check_rotary(halves(1, 1, 1, 64).expand(2, 5, 4, 64), *table)
+    bf16 = halves(2, 5, 4, 64).bfloat16()
+    out = torch.empty_like(bf16)
+    ROTARY(bf16, out, *(t.bfloat16() for t in table), None, 0, None, 5, False, False)
+    wanted = [turned(y, *(t.bfloat16() for t in table), torch.arange(5), False) for y in bf16]
+    close(out, torch.stack(wanted), "rotary", 4e-2)
+
+
+def case_rotary_packed() -> None:
+    torch.manual_seed(9)
+    table, lengths = tables(20, 16), (5, 0, 7, 2)
+    x, cu = halves(14, 4, 64), ints(0, 5, 5, 12, 14)
+    for max_seqlen in (7, 14, 1000):
+        for offsets in (None, ints(0, 1, 3, 12)):
+            out = torch.full_like(x, torch.nan)
+            ROTARY(x, out, *table, offsets, 4, cu, max_seqlen, True, False)
+            first = [4] * 4 if offsets is None else offsets.tolist()
+            positions = torch.cat([torch.arange(n) + at for n, at in zip(lengths, first, strict=True)])
+            close(out, turned(x, *table, positions, True), "rotary", 4e-3)
+    out = torch.full_like(x, 3.0)
+    ROTARY(x, out, *table, None, 0, ints(0), 5, True, False)
+    assert torch.equal(out, torch.full_like(x, 3.0))  # no sequence
+
+
+def case_rotary_of_nothing() -> None:
+    table = tables(9, 12)
+    for shape in ((0, 5, 4, 64), (2, 0, 4, 64), (2, 5, 0, 64)):
+        check_rotary(halves(*shape), *table)
+
+
+def case_rotary_wrong_arguments() -> None:
+    sound: dict[str, Any] = {"source": halves(2, 5, 4, 64), "destination": halves(2, 5, 4, 64)}
+    sound["cos"], sound["sin"] = tables(9, 12)
+    sound.update(offsets=None, offset=0, cu_seqlens=None, max_seqlen=5, interleaved=False, conjugate=False)
+    source = sound["source"]
+
+    def call(**changes: Any) -> Callable[[], object]:
+        return lambda: ROTARY(*{**sound, **changes}.values())
+
+    raises(call(source=source[0]), "source has 3 dimensions, not 4")
+    raises(call(destination=source[:1]), "destination has shape (1, 5, 4, 64), expected (2, 5, 4, 64)")
+    raises(call(destination=source.bfloat16()), "destination and source have different dtypes")
+    raises(call(source=source.float(), destination=source.float()), "source is float32", "float16 and bfloat16")
+    raises(call(source=source.repeat(1, 1, 1, 5), destination=source.repeat(1, 1, 1, 5)), "source has head_dim 320")
+    raises(call(cos=sound["cos"][0]), "cos has 1 dimensions, not 2")
+    raises(call(sin=sound["sin"][:-1]), "sin has shape (8, 12), expected (9, 12)")
+    raises(call(sin=sound["sin"].float()), "sin and cos have different dtypes: sin is float32, cos is float16")
+    cos, sin = tables(9, 33)
+    raises(call(cos=cos, sin=sin), "cos has shape (9, 33), which rotates 66 columns; the head_dim is 64")
+    raises(call(offsets=ints(1)), "offsets has shape (1), expected (2)")
+    raises(call(offsets=torch.ones(2)), "offsets is float32, expected int32")
+    raises(call(offset=1 << 40), "offset is 1099511627776")
+    raises(call(offset=-(1 << 40)), "offset is -1099511627776")
+    packed = {"source": source.view(10, 4, 64), "destination": source.view(10, 4, 64), "cu_seqlens": ints(0, 10)}
+    raises(call(cu_seqlens=ints(0, 10)), "source has 4 dimensions, not 3")
+    raises(call(**{**packed, "cu_seqlens": ints()}), "cu_seqlens has shape (0), expected (batch + 1)")
+    raises(call(**{**packed, "cu_seqlens": ints(0, 10).long()}), "cu_seqlens is int64, expected int32")
+    raises(call(**packed, offsets=ints(1, 2)), "offsets has shape (2), expected (1)")
+    raises(call(**packed, max_seqlen=-1), "max_seqlen is -1")
+    narrow = torch.zeros(2, 5, 1, 64).half().expand(source.shape)
+    raises(call(destination=narrow), "torch could not copy a tensor")
+
+
+# ---- Appending ----
+
+
+@dataclass
+class Append:
+    """The operator's arguments in their order."""
+
+    q: Tensor | None
+    q_out: Tensor | None
+    k: Tensor
+    v: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    offsets: Tensor | None = None
+    offset: int = 0
+    leftpad_k: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    block_table: Tensor | None = None
+    interleaved: bool = False
+    same_position: bool = False
+
+    def __call__(self) -> None:
+        assert APPEND(*(getattr(self, f.name) for f in fields(self))) is None
+
+
+def appending(
+    b: int = 2, new: int = 3, capacity: int = 20, hk: int = 2, d: int = 64, dv: int = 64, rotates: int = 0, **more: Any
+) -> Append:
+    torch.manual_seed(new + d)
+    if rotates > 0:
+        more["cos"], more["sin"] = tables(capacity + 4, rotates)
+    caches = halves(b, capacity, hk, d), halves(b, capacity, hk, dv)
+    return Append(None, None, halves(b, new, hk, d), halves(b, new, hk, dv), *caches, **more)
+
+
+def with_query(c: Append, sq: int, heads: int = 4) -> Append:
+    q = halves(c.k.shape[0], sq, heads, c.k.shape[3])
+    return replace(c, q=q, q_out=torch.full_like(q, torch.nan))
+
+
+def check_append(c: Append) -> None:
+    """What the caches and q_out should hold afterwards; whatever is not appended to stays as it was."""
+    wanted = [c.k_cache.double(), c.v_cache.double()]
+    for b in range(c.k.shape[0]):
+        offset = c.offset if c.offsets is None else int(c.offsets[b])
+        positions = torch.arange(c.k.shape[1]) + offset - (0 if c.leftpad_k is None else int(c.leftpad_k[b]))
+        k, v = c.k[b].double(), c.v[b].double()
+        if c.cos is not None and c.sin is not None:
+            k = turned(c.k[b], c.cos, c.sin, positions, c.interleaved)
+        for cache, rows in zip(wanted, (k, v), strict=True):
+            size = cache.shape[1]
+            for i, row in enumerate(rows):
+                at = offset + i
+                if c.block_table is not None:
+                    if 0 <= at < size * c.block_table.shape[1]:
+                        cache[int(c.block_table[b, at // size]), at % size] = row
+                elif 0 <= at < size:
+                    cache[b if c.cache_batch_idx is None else int(c.cache_batch_idx[b]), at] = row
+    wanted_q = []
+    for b in range(c.k.shape[0] if c.q is not None else 0):
+        assert c.q is not None
+        offset = c.offset if c.offsets is None else int(c.offsets[b])
+        steps = torch.zeros(c.q.shape[1], dtype=torch.int64) if c.same_position else torch.arange(c.q.shape[1])
+        positions = steps + offset - (0 if c.leftpad_k is None else int(c.leftpad_k[b]))
+        rotates = c.cos is not None and c.sin is not None
+        wanted_q.append(turned(c.q[b], c.cos, c.sin, positions, c.interleaved) if rotates else c.q[b].double())  # type: ignore[arg-type]
+    c()
+    for name, found, expected in zip(("k_cache", "v_cache"), (c.k_cache, c.v_cache), wanted, strict=True):
+        close(found, expected, name, 4e-3, contiguous=False)
+    if c.q_out is not None and wanted_q:
+        close(c.q_out, torch.stack(wanted_q), "q_out", 4e-3, contiguous=False)
+
+
+def case_append() -> None:
+    for rotates in (0, 16, 10):
+        for interleaved in (False, True):
+            check_append(appending(offset=5, rotates=rotates, interleaved=interleaved))
+            check_append(appending(offsets=ints(0, 11), rotates=rotates, interleaved=interleaved))
+            check_append(appending(offsets=ints(4, 11), leftpad_k=ints(2, 5), rotates=rotates, interleaved=interleaved))
+
+
+def case_append_past_the_capacity() -> None:
+    """Rows that have no place are dropped."""
+    check_append(appending(offset=18, rotates=16))
+    check_append(appending(offset=20))
+    check_append(appending(offsets=ints(19, 1000)))
+    check_append(appending(offsets=ints(-2, 0), rotates=8))
+    check_append(appending(capacity=4, new=9, offset=1))
+
+
+def case_append_slabs_and_pages() -> None:
+    for rotates in (0, 16):
+        check_append(appending(cache_batch_idx=ints(1, 0), offset=3, rotates=rotates))
+        case = appending(offsets=ints(2, 0), rotates=rotates)
+        more = {"k_cache": halves(5, 20, 2, 64), "v_cache": halves(5, 20, 2, 64)}
+        check_append(replace(case, **more, cache_batch_idx=ints(4, 2)))
+        check_append(replace(case, **more))
+        for d in (64, 36):
+            pages = {"k_cache": halves(7, 4, 2, d), "v_cache": halves(7, 4, 2, d)}
+            pages["block_table"] = ints(6, 2, 0, -9, 5, 1, 3, -9).view(2, 4)[:, :3]
+            case = appending(new=5, d=d, dv=d, rotates=rotates, offsets=ints(3, 8))
+            check_append(replace(case, **pages))  # over the end of the second
+
+
+def case_append_with_query() -> None:
+    for same_position in (False, True):
+        for rotates in (0, 16, 9):
+            for sq in (1, 3, 5):
+                case = appending(offsets=ints(4, 7), rotates=rotates, same_position=same_position)
+                check_append(with_query(case, sq))
+                check_append(with_query(replace(case, leftpad_k=ints(1, 6), interleaved=True), sq, 6))
+    case = with_query(appending(offset=4, rotates=16), 3)
+    check_append(replace(case, q_out=case.q))
+
+
+def case_append_head_dims_and_layouts() -> None:
+    """Caches that the kernels cannot write to are copied there and back."""
+    for d, dv in ((36, 36), (7, 64), (64, 7), (64, 32), (32, 128)):
+        check_append(with_query(appending(d=d, dv=dv, offset=2, rotates=3), 2))
+    case = with_query(appending(offset=2, rotates=16), 2)
+    kv = halves(2, 20, 2, 2, 64)
+    check_append(replace(case, k_cache=kv[:, :, 0], v_cache=kv[:, :, 1]))
+    check_append(replace(case, k_cache=halves(2, 2, 20, 64).transpose(1, 2)))
+    odd, wide = halves(2, 20, 2, 65), halves(2, 20, 2, 128)
+    before = odd[..., 0].clone(), wide[..., 1::2].clone()
+    check_append(replace(case, k_cache=odd[..., 1:], v_cache=wide[..., ::2]))
+    assert torch.equal(odd[..., 0], before[0])
+    assert torch.equal(wide[..., 1::2], before[1])
+    qkv = halves(2, 3, 8, 65)[..., :-1]  # the query, the new key and value in one
+    check_append(replace(case, q=qkv[:, :, :4], k=qkv[:, :, 4:6], v=qkv[:, :, 6:], q_out=halves(2, 3, 4, 64)))
+    check_append(replace(with_query(case, 2), q_out=halves(2, 2, 4, 66)[..., 1:65]))
+
+
+def case_append_of_nothing() -> None:
+    for case in (appending(b=0), appending(new=0), appending(hk=0), appending(capacity=0), appending(new=0, d=36)):
+        check_append(case)
+    check_append(with_query(appending(new=0, rotates=8, offset=2), 3))
+    check_append(with_query(appending(b=0, rotates=8), 3))
+    check_append(with_query(appending(rotates=8), 0))
+    case = appending()
+    pages = {"k_cache": halves(0, 4, 2, 64), "v_cache": halves(0, 4, 2, 64)}
+    check_append(replace(case, **pages, block_table=torch.zeros(2, 0, dtype=torch.int32)))
+
+
+def case_append_wrong_arguments() -> None:
+    case = with_query(appending(rotates=16), 3)
+
+    def call(**changes: Any) -> Callable[[], object]:
+        return replace(case, **changes)
+
+    assert case.q is not None
+    assert case.q_out is not None
+    raises(call(k=case.k[0]), "k has 3 dimensions, not 4")
+    raises(call(v=case.v[:, :2]), "v has shape (2, 2, 2, 64), expected (2, 3, 2, 64)")
+    raises(call(v=case.v.bfloat16()), "v and k have different dtypes")
+    raises(call(k_cache=case.k_cache.float()), "k_cache and k have different dtypes")
+    raises(call(k_cache=case.k_cache[:, :, :1]), "k_cache has shape (2, 20, 1, 64), expected (2, 20, 2, 64)")
+    raises(call(v_cache=case.v_cache[:, :9]), "v_cache has shape (2, 9, 2, 64), expected (2, 20, 2, 64)")
+    raises(call(k_cache=case.k_cache[:1], v_cache=case.v_cache[:1]), "k_cache holds 1 sequences, and there are 2")
+    raises(call(offset=-1), "offset -1 is outside of a cache of 20 rows")
+    raises(call(offset=21), "offset 21 is outside of a cache of 20 rows")
+    raises(call(offsets=ints(1, 2).long()), "offsets is int64, expected int32")
+    raises(call(leftpad_k=ints(1)), "leftpad_k has shape (1), expected (2)")
+    raises(call(cache_batch_idx=ints(1)), "cache_batch_idx has shape (1), expected (2)")
+    raises(call(block_table=ints(0)[None]), "block_table has shape (1, 1), expected (2, 1)")
+    raises(call(block_table=ints(0, 0)[:, None], cache_batch_idx=ints(0, 0)), "cache_batch_idx and block_table")
+    raises(call(sin=None), "cos and sin", "together")
+    raises(call(q_out=None), "q is given, but q_out is None")
+    raises(call(q_out=case.q_out[:, :2]), "q_out has shape (2, 2, 4, 64), expected (2, 3, 4, 64)")
+    raises(call(q=case.q[..., :32], q_out=case.q_out[..., :32]), "q has shape (2, 3, 4, 32), expected (2, 3, 4, 64)")
+    raises(call(q=case.q.bfloat16()), "q and k have different dtypes")
+    old = [x.float() for x in (case.k, case.v, case.k_cache, case.v_cache)]
+    raises(Append(None, None, *old), "k is float32", "float16 and bfloat16")
+
+
+# ---- Ownership ----
+
+
+def loaded(d: int) -> list[tuple[Callable[[], object], list[StorageWeakRef]]]:
+    """A call of each operator with every option, and the memory of its tensors."""
+    decode = slabs(
+        d=d, dv=d, num_splits=2, seqused_k=ints(9, 20), leftpad_k=ints(0, 1), cache_batch_idx=ints(1, 0),
+        alibi_slopes=torch.rand(2, 4).half(), sink=torch.rand(4).half(),
+    )  # fmt: skip
+    append = with_query(appending(d=d, dv=d, rotates=8, offsets=ints(1, 2), leftpad_k=ints(0, 1)), 3)
+    assert append.cos is not None
+    assert append.sin is not None
+    append = replace(append, cos=append.cos.double(), sin=append.sin.double(), cache_batch_idx=ints(1, 0))
+    x, table = halves(9, 4, d), tables(9, 8, torch.float64)
+    rotary = (x, x, *table, ints(0, 1), 0, ints(0, 4, 9), 5, False, False)
+    calls: list[tuple[Callable[[], object], list[Any]]] = [
+        (decode, decode.arguments()),
+        (append, [getattr(append, f.name) for f in fields(append)]),
+        (lambda: ROTARY(*rotary), list(rotary)),
+    ]
+    return [
+        (call, [StorageWeakRef(t.untyped_storage()) for t in arguments if isinstance(t, Tensor)])
+        for call, arguments in calls
+    ]
+
+
+def case_caches_success_frees_everything() -> None:
+    for d in (64, 36):
+        operators = loaded(d)
+        for (call, _), most in zip(operators, (2, 0, 0), strict=True):
+            _, left = made(call)
+            assert left in (0, most), left  # as case_success_frees_everything
+        references = [reference for _, found in operators for reference in found]
+        del operators, call, _
+        gc.collect()
+        assert all(reference.expired() for reference in references)
+
+
+def case_caches_failures_free_everything() -> None:
+    for where in ("cuLaunchKernel=700", "aoti_torch_empty_strided", "aoti_torch_copy_"):
+        variable = "FAKE_CUDA_FAIL" if "=" in where else "FAKE_TORCH_FAIL"
+        operators = loaded(36)
+        os.environ[variable] = where
+        try:
+            for call, _ in operators:
+                raises(call, "launching kernel" if "=" in where else "torch could not")
+        finally:
+            del os.environ[variable]
+        references = [reference for _, found in operators for reference in found]
+        del operators, call, _
+        gc.collect()
+        assert all(reference.expired() for reference in references), where
