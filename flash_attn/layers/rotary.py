@@ -142,7 +142,7 @@ class _Rotation:
 def _mark_dirty(ctx: Any, x: Tensor) -> None:
     """Autograd is told of the change where it can follow it. Leaves, and views that unbind and split make, cannot be
     changed in its eyes; their callers go on with what is returned, whose gradient is right all the same."""
-    if not x.is_leaf and not x._is_view():
+    if not x.requires_grad or not (x.is_leaf or x._is_view()):
         ctx.mark_dirty(x)
 
 
@@ -152,10 +152,10 @@ class ApplyRotaryEmb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rotation: _Rotation, inplace: bool) -> Tensor:
         ctx.rotation = rotation
-        out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
-        rotation.to(x, out, conjugate=False)
         if inplace:
             _mark_dirty(ctx, x)
+        out = x if inplace else torch.empty_like(x, memory_format=torch.contiguous_format)
+        rotation.to(x, out, conjugate=False)
         return out
 
     @staticmethod
