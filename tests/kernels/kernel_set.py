@@ -20,22 +20,28 @@ class Kernel:
     family: str
     dtype: torch.dtype
     head_dim: int
-    causal: bool
+    mask: str
+
+    @property
+    def causal(self):
+        return self.mask == "causal"
 
 
 def parse(key):
     op, family, dtype, head_dim, mask = key.split("-")
-    return Kernel(
-        key, op, family, DTYPES[dtype], int(head_dim.removeprefix("d")), {"full": False, "causal": True}[mask]
-    )
+    return Kernel(key, op, family, DTYPES[dtype], int(head_dim.removeprefix("d")), mask)
 
 
-KERNELS = [parse(key) for key in archive.read(Path(flash_attn.__file__).parent / "flash_attn.kernels").keys]
+EVERY_KERNEL = [parse(key) for key in archive.read(Path(flash_attn.__file__).parent / "flash_attn.kernels").keys]
+# Those of attention with a scale and a causal mask, and those with every other feature.
+KERNELS = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask in ("full", "causal")]
+GENERAL = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask == "general"]
 
 
-def largest_head_dim(op, dtype, causal):
-    """The largest head dim that was built, 0 if none."""
-    fitting = (k.head_dim for k in KERNELS if (k.op, k.dtype, k.causal) == (op, dtype, causal))
+def largest_head_dim(op, dtype, mask):
+    """The largest head dim that was built, 0 if none. ``mask`` is the key's, or whether it is causal."""
+    mask = {False: "full", True: "causal"}.get(mask, mask)
+    fitting = (k.head_dim for k in EVERY_KERNEL if (k.op, k.dtype, k.mask) == (op, dtype, mask))
     return max(fitting, default=0)
 
 

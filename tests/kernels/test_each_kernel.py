@@ -2,10 +2,15 @@
 
 import pytest
 import torch
-from kernel_set import KERNELS
+from cache_cases import CacheCase
+from cache_cases import run as run_cache
+from feature_cases import Case
+from feature_cases import run as run_feature
+from kernel_set import EVERY_KERNEL, GENERAL, KERNELS
 from layouts import LAYOUTS, contiguous
 from memory import poison
 from oracle import expected, mismatches, results
+from rotary_cases import run as run_rotary
 
 from flash_attn import flash_attn_func
 
@@ -52,6 +57,115 @@ def test_smaller_head_dims(kernel, less):
 @pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.op == "bwd"], ids=lambda kernel: kernel.key)
 def test_deterministic_backward(kernel):
     check(kernel, kernel.head_dim, (300, 500), deterministic=True)
+
+
+FEATURES = [
+    {"window": (50, 20)},
+    {"window": (0, 3)},
+    {"causal": True, "window": (33, -1)},
+    {"chunk": 48},
+    {"softcap": 5.0},
+    {"alibi": "BH"},
+    {"sink": True},
+    {"dropout_p": 0.2},
+    {"causal": True, "window": (70, 0), "softcap": 20.0, "alibi": "H", "sink": True, "chunk": 100, "dlse": True},
+    {"causal": True, "dropout_p": 0.4, "alibi": "BH", "sink": True, "seqused_k": (200, 0), "leftpad_k": (3, 0)},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
+@pytest.mark.parametrize("kernel", GENERAL, ids=lambda kernel: kernel.key)
+def test_features(kernel, features):
+    for seed, (seqlen_q, seqlen_k) in enumerate([(129, 257), (300, 200), (64, 333)]):
+        for deterministic in (False, True) if kernel.op == "bwd" else (False,):
+            case = Case(
+                seed=seed,
+                form="func",
+                dtype=kernel.dtype,
+                lengths_q=(seqlen_q,) * 2,
+                lengths_k=(seqlen_k,) * 2,
+                heads=4,
+                heads_kv=2,
+                head_dim=kernel.head_dim,
+                head_dim_v=kernel.head_dim - 8 * seed,
+                deterministic=deterministic,
+                backward=kernel.op == "bwd",
+                **features,
+            )
+            wrong = run_feature(case, before=poison)
+            assert not wrong, "\n".join([kernel.key, str(case), *wrong])
+
+
+@pytest.mark.parametrize("form", ["varlen", "varlen_kvpacked", "varlen_qkvpacked", "kvpacked", "qkvpacked"])
+@pytest.mark.parametrize("kernel", [*KERNELS, *GENERAL], ids=lambda kernel: kernel.key)
+def test_forms(kernel, form):
+    """Packed sequences and packed tensors, by every kernel."""
+    together = form.endswith("qkvpacked")
+    lengths_q, lengths_k = ((1, 0, 130, 257), (77, 5, 300, 64)) if form.startswith("varlen") else ((130,), (200,))
+    case = Case(
+        seed=0,
+        form=form,
+        dtype=kernel.dtype,
+        lengths_q=lengths_q,
+        lengths_k=lengths_q if together else lengths_k,
+        heads=4,
+        heads_kv=4 if together else 2,
+        head_dim=kernel.head_dim,
+        head_dim_v=kernel.head_dim,
+        causal=kernel.causal,
+        window=(40, 9) if kernel.mask == "general" else (-1, -1),
+        dlse=True,
+        deterministic=True,
+        backward=kernel.op == "bwd",
+    )
+    wrong = run_feature(case, before=poison)
+    assert not wrong, "\n".join([kernel.key, str(case), *wrong])
+
+
+CACHES = [
+    {"seqlen_q": 1, "num_splits": 1},
+    {"seqlen_q": 1, "num_splits": 5},
+    {"seqlen_q": 5, "new": 5, "rotary_dim": 32, "causal": True, "page_size": 16},
+    {"seqlen_q": 3, "new": 3, "rotary_dim": 16, "interleaved": True, "batch_idx": True, "leftpad": (2, 0, 5)},
+    {
+        "seqlen_q": 40,
+        "causal": True,
+        "window": (100, 0),
+        "page_size": 64,
+        "num_splits": 3,
+        "softcap": 10.0,
+        "sink": True,
+    },
+]
+
+
+@pytest.mark.parametrize("cache", CACHES, ids=lambda cache: "-".join(cache))
+@pytest.mark.parametrize("kernel", [k for k in EVERY_KERNEL if k.op == "decode"], ids=lambda kernel: kernel.key)
+def test_decode(kernel, cache):
+    for group in (1, 4, 8):
+        case = CacheCase(
+            seed=group,
+            dtype=kernel.dtype,
+            batch=3,
+            heads=2 * group,
+            heads_kv=2,
+            head_dim=kernel.head_dim,
+            head_dim_v=kernel.head_dim,
+            capacity=700,
+            lengths=(600, 0, 333),
+            **cache,
+        )
+        wrong = run_cache(case, before=poison)
+        assert not wrong, "\n".join([kernel.key, str(case), *wrong])
+
+
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
+@pytest.mark.parametrize("kernel", [k for k in EVERY_KERNEL if k.op == "rotary"], ids=lambda kernel: kernel.key)
+def test_rotary(kernel, head_dim):
+    for seed, rotary_dim in enumerate((head_dim, head_dim // 2, 2, head_dim // 8 * 6)):
+        for interleaved in (False, True):
+            wrong = run_rotary(seed, kernel.dtype, head_dim, rotary_dim, interleaved, poison)
+            assert not wrong, "\n".join([f"{kernel.key}, {head_dim=}, {rotary_dim=}, {interleaved=}", *wrong])
 
 
 def test_the_kernel_set_is_not_empty():
