@@ -43,17 +43,43 @@ def test_tensors(error, changes, text):
         flash_attn_func(**good(**changes))
 
 
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+SLOPES = torch.ones(4)
 BAD_VALUES = [
     (ValueError, {"dropout_p": -0.1}, r"^dropout_p must be in \[0, 1\), got -0\.1"),
     (ValueError, {"dropout_p": 1.0}, r"^dropout_p must be in \[0, 1\), got 1\.0"),
     (ValueError, {"softcap": -2.0}, r"^softcap must be .*got -2\.0"),
+    (ValueError, {"softcap": 5.0, "dropout_p": 0.1}, r"^softcap does not go together with dropout.*5\.0.*0\.1"),
     (ValueError, {"softmax_scale": torch.tensor(0.5)}, r"^softmax_scale must be a number or None, got a tensor"),
+    (ValueError, {"softmax_scale": torch.tensor(0.5), "softcap": 1.0}, r"^softmax_scale must be a number or None"),
     (ValueError, {"window_size": (1, 2, 3)}, r"^window_size must be two integers.*\(1, 2, 3\)"),
     (ValueError, {"window_size": None}, r"^window_size must be two integers.*None"),
-    (NotImplementedError, {"dropout_p": 0.1}, r"^dropout_p=0\.1 is not supported"),
-    (NotImplementedError, {"window_size": (3, 0)}, r"^window_size=\(3, 0\) is not supported"),
-    (NotImplementedError, {"softcap": 30.0}, r"^softcap=30\.0 is not supported"),
-    (NotImplementedError, {"alibi_slopes": torch.ones(4)}, r"^alibi_slopes=a tensor is not supported"),
+    (ValueError, {"window_size": (1.5, 0)}, r"^window_size must be two integers.*1\.5"),
+    (ValueError, {"attention_chunk": -1}, r"^attention_chunk must be 0 \(none\) or a positive integer, got -1"),
+    (ArgumentError, {"alibi_slopes": 0.5}, r"^alibi_slopes must be a torch\.Tensor, got float"),
+    (DtypeError, {"alibi_slopes": SLOPES.half()}, r"^alibi_slopes must be torch\.float32, got torch\.float16"),
+    (
+        ShapeError,
+        {"alibi_slopes": torch.ones(3)},
+        r"^alibi_slopes must have shape .*\(4,\) or \(2, 4\) here, got \(3,\)",
+    ),
+    (DeviceError, {"alibi_slopes": SLOPES.to("meta")}, r"^alibi_slopes must be on q's device: q is on cpu, .* meta"),
+    (ArgumentError, {"alibi_slopes": SLOPES.clone().requires_grad_()}, r"^alibi_slopes must not require grad"),
+    (ShapeError, {"learnable_sink": torch.ones(5)}, r"^learnable_sink must have shape \(H,\), \(4,\) here, got \(5,\)"),
+    (DtypeError, {"learnable_sink": torch.ones(4).int()}, r"^learnable_sink must be a floating .*got torch\.int32"),
+    (ShapeError, {"seqused_k": int32(1)}, r"^seqused_k must have shape \(B,\), \(2,\) here, got \(1,\)"),
+    (DtypeError, {"seqused_q": torch.ones(2)}, r"^seqused_q must be torch\.int32, got torch\.float32"),
+    (DtypeError, {"leftpad_k": torch.ones(2).long()}, r"^leftpad_k must be torch\.int32, got torch\.int64"),
+    (
+        ShapeError,
+        {"qv": zeros(2, 5, 4, 9)},
+        r"^qv must have q's shape and v's head dim, \(2, 5, 4, 8\), got \(2, 5, 4, 9\)",
+    ),
+    (NotImplementedError, {"q_descale": torch.ones(2, 2)}, r"^q_descale is for FP8 inputs"),
+    (NotImplementedError, {n: zeros(2, 5, 4, 8).to(torch.float8_e4m3fn) for n in "qkv"}, r"^q is torch\.float8_e4m3fn"),
 ]
 
 
@@ -95,3 +121,165 @@ def test_two_gpus_are_refused_by_name():
         q, k = (torch.zeros(1, 1, 1, 8, device=f"cuda:{i}", dtype=torch.float16) for i in (0, 1))
         with pytest.raises(errors.DeviceError, match="k must be on q's device: q is on cuda:0, k is on cuda:1"):
             flash_attn_func(q, k, k)
+
+
+def varlen(**changes):
+    arguments = {"q": zeros(5, 4, 8), "k": zeros(7, 2, 8), "v": zeros(7, 2, 8)}
+    arguments.update(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 7), max_seqlen_q=3, max_seqlen_k=4)
+    return {**arguments, **changes}
+
+
+BAD_VARLEN = [
+    (ShapeError, {"q": zeros(1, 5, 4, 8)}, r"^q must have 3 dimensions, \(T, H, D\), got 4"),
+    (ShapeError, {"v": zeros(6, 2, 8)}, r"^v must have k's shape but for the head dim.*\(7, 2, 8\).*\(6, 2, 8\)"),
+    (ArgumentError, {"cu_seqlens_q": None}, r"^cu_seqlens_q must be a torch\.Tensor, got NoneType"),
+    (ArgumentError, {"cu_seqlens_k": [0, 7]}, r"^cu_seqlens_k must be a torch\.Tensor, got list"),
+    (DtypeError, {"cu_seqlens_k": int32(0, 3, 7).long()}, r"^cu_seqlens_k must be torch\.int32, got torch\.int64"),
+    (ShapeError, {"cu_seqlens_q": int32(0, 5)[None]}, r"^cu_seqlens_q must have shape \(B \+ 1,\), got \(1, 2\)"),
+    (ShapeError, {"cu_seqlens_k": int32(0, 7)}, r"^cu_seqlens_k must have as many sequences as the queries: 2, got 1"),
+    (DeviceError, {"cu_seqlens_k": int32(0, 3, 7).to("meta")}, r"^cu_seqlens_k must be on q's device"),
+    (ArgumentError, {"max_seqlen_q": 2.5}, r"^max_seqlen_q must be an integer, got 2\.5"),
+    (ArgumentError, {"max_seqlen_k": None}, r"^max_seqlen_k must be an integer, got None"),
+    (ArgumentError, {"max_seqlen_k": -1}, r"^max_seqlen_k must not be negative, got -1"),
+    (
+        ArgumentError,
+        {"max_seqlen_k": torch.ones(1, device="meta").int()},
+        r"^max_seqlen_k must be an integer, got a tensor",
+    ),
+    (
+        ShapeError,
+        {"block_table": int32(0, 0)[:, None]},
+        r"^k must have 4 dimensions, .*with a block_table, got \(7, 2, 8\)",
+    ),
+    # What a CPU tensor holds can be looked at.
+    (
+        ShapeError,
+        {"cu_seqlens_q": int32(0, 2, 6)},
+        r"^cu_seqlens_q must ascend from 0 to at most .* 5, got \[0, 2, 6\]",
+    ),
+    (ShapeError, {"cu_seqlens_k": int32(0, 4, 3)}, r"^cu_seqlens_k must ascend"),
+]
+
+
+@pytest.mark.parametrize(("error", "changes", "text"), BAD_VARLEN, ids=[case[2][:40] for case in BAD_VARLEN])
+def test_packed_sequences(error, changes, text):
+    flash_attn.flash_attn_varlen_func(**varlen())
+    with pytest.raises(error, match=text):
+        flash_attn.flash_attn_varlen_func(**varlen(**changes))
+
+
+PAGES = {"k": zeros(6, 2, 2, 8), "v": zeros(6, 2, 2, 8)}
+
+
+def test_block_tables():
+    flash_attn.flash_attn_varlen_func(**varlen(**PAGES, block_table=int32(0, 1, 2, 3).view(2, 2)))
+    with pytest.raises(ShapeError, match=r"^block_table must have shape \(B, pages\), \(2, pages\) here, got \(1, 2\)"):
+        flash_attn.flash_attn_varlen_func(**varlen(**PAGES, block_table=int32(0, 1)[None]))
+    with pytest.raises(DtypeError, match=r"^block_table must be torch\.int32, got torch\.int64"):
+        flash_attn.flash_attn_varlen_func(**varlen(**PAGES, block_table=int32(0, 1, 2, 3).view(2, 2).long()))
+
+
+BAD_PACKED = [
+    (ShapeError, "flash_attn_qkvpacked_func", (zeros(2, 5, 2, 4, 8),), r"^qkv must have shape \(B, S, 3, H, D\), got"),
+    (ShapeError, "flash_attn_qkvpacked_func", (zeros(5, 3, 4, 8),), r"^qkv must have shape \(B, S, 3, H, D\), got"),
+    (ArgumentError, "flash_attn_qkvpacked_func", (None,), r"^qkv must be a torch\.Tensor, got NoneType"),
+    (ShapeError, "flash_attn_kvpacked_func", (zeros(2, 5, 4, 8), zeros(2, 5, 3, 4, 8)), r"^kv must have shape"),
+    (
+        ArgumentError,
+        "flash_attn_kvpacked_func",
+        (None, zeros(2, 5, 2, 4, 8)),
+        r"^q must be a torch\.Tensor, got NoneType",
+    ),
+    (
+        DtypeError,
+        "flash_attn_kvpacked_func",
+        (zeros(2, 5, 4, 8), zeros(2, 5, 2, 4, 8).half()),
+        r"^k must have q's dtype",
+    ),
+    (
+        ShapeError,
+        "flash_attn_varlen_qkvpacked_func",
+        (zeros(5, 4, 8), int32(0, 5), 5),
+        r"^qkv must have shape \(T, 3, H, D\)",
+    ),
+    (ArgumentError, "flash_attn_varlen_qkvpacked_func", (zeros(5, 3, 4, 8), None, 5), r"^cu_seqlens must be a torch"),
+]
+
+
+@pytest.mark.parametrize(
+    ("error", "function", "arguments", "text"), BAD_PACKED, ids=[case[3][:40] for case in BAD_PACKED]
+)
+def test_packed_tensors(error, function, arguments, text):
+    with pytest.raises(error, match=text):
+        getattr(flash_attn, function)(*arguments)
+
+
+def cached(**changes):
+    arguments = {"q": zeros(2, 3, 4, 8), "k_cache": zeros(2, 20, 2, 8), "v_cache": zeros(2, 20, 2, 8)}
+    arguments.update(k=zeros(2, 3, 2, 8), v=zeros(2, 3, 2, 8), cache_seqlens=int32(4, 9))
+    arguments.update(rotary_cos=zeros(20, 4), rotary_sin=zeros(20, 4))
+    return {**arguments, **changes}
+
+
+NOTHING_NEW = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
+BAD_CACHE = [
+    (ArgumentError, {"k_cache": None}, r"^k_cache must be a torch\.Tensor, got NoneType"),
+    (ShapeError, {"k_cache": zeros(20, 2, 8)}, r"^k_cache must have 4 dimensions, \(Bc, capacity, Hk, D\), got 3"),
+    (ShapeError, {"v_cache": zeros(2, 19, 2, 8)}, r"^v_cache must have k_cache's shape but for the head dim"),
+    (ShapeError, {"k_cache": zeros(2, 20, 2, 9)}, r"^k_cache must have q's head dim: q has 8, k_cache has 9"),
+    (ShapeError, {n: zeros(2, 20, 3, 8) for n in ("k_cache", "v_cache")},
+    r"^q's heads must be a multiple of k_cache's"), (ShapeError, {n: zeros(1, 20, 2, 8) for n in ("k_cache",
+    "v_cache")}, r"^k_cache must have a slab for each .* 2, got 1"), (DtypeError, {"v_cache": zeros(2, 20, 2,
+    8).half()}, r"^v_cache must have q's dtype: q is torch\.float32"), (DeviceError, {"v_cache": zeros(2, 20, 2, 8,
+    device="meta")}, r"^v_cache must be on q's device"), (ShapeError, {"q": zeros(6, 4, 8)},
+    r"^q must have 4 dimensions, \(B, Sq, H, D\), got 3"), (ShapeError, {"k": zeros(2, 3, 2, 9)},
+    r"^k must have shape \(2, 3, 2, 8\) here, got \(2, 3, 2, 9\)"), (ShapeError, {"v": zeros(2, 2, 2, 8)},
+    r"^v must have shape \(2, 3, 2, 8\) here, got \(2, 2, 2, 8\)"), (DtypeError, {"k": zeros(2, 3, 2, 8).half()},
+    r"^k must have q's dtype"), (ArgumentError, {"v": None}, r"^v must be a torch\.Tensor, got NoneType"),
+    (ArgumentError, {"k": None}, r"^k must be given together with v: k is None"),
+    (ArgumentError, {"k": None, "v": None}, r"^k must be given together with rotary_cos: k is None"),
+    (ArgumentError, {"cache_seqlens": None}, r"^cache_seqlens must say where k goes"),
+    (ArgumentError, {"cache_seqlens": 18}, r"^cache_seqlens must leave room for k: 18 \+ 3 .* capacity, 20"),
+    (ArgumentError, {"cache_seqlens": -1}, r"^cache_seqlens must not be negative, got -1"),
+    (ArgumentError, {**NOTHING_NEW, "cache_seqlens": 21}, r"^cache_seqlens must be at most .*capacity, 20, got 21"),
+    (DtypeError, {"cache_seqlens": int32(4, 9).long()}, r"^cache_seqlens must be torch\.int32, got torch\.int64"),
+    (ShapeError, {"cache_seqlens": int32(4)}, r"^cache_seqlens must have shape \(B,\), \(2,\) here, got \(1,\)"),
+    (ShapeError, {"cache_batch_idx": int32(4)}, r"^cache_batch_idx must have shape \(B,\), \(2,\) here, got \(1,\)"),
+    (DtypeError, {"cache_leftpad": torch.zeros(2)}, r"^cache_leftpad must be torch\.int32, got torch\.float32"),
+    (ShapeError, {"block_table": int32(0, 1)},
+    r"^block_table must have shape \(B, pages\), \(2, pages\) here, got \(2,\)"), (ArgumentError, {"block_table":
+    int32(0, 1)[:, None], "cache_batch_idx": int32(0, 1)}, r"^cache_batch_idx must be None"), (ShapeError,
+    {"rotary_cos": zeros(20, 5), "rotary_sin": zeros(20, 5)}, r"^rotary_cos must have shape .* got \(20, 5\)"),
+    (ShapeError, {"rotary_sin": zeros(20, 3)}, r"^rotary_sin must be like rotary_cos"), (ShapeError, {"rotary_cos":
+    zeros(19, 4), "rotary_sin": zeros(19, 4)}, r"^rotary_cos must have a position .* 20, got 19"), (ShapeError,
+     {"rotary_cos": zeros(9, 4), "rotary_sin": zeros(9, 4), "cache_seqlens": 8, "causal": True},
+     r"^rotary_cos must have a position for each new row: 8 \+ 3 are needed, got 9"),
+    (DtypeError, {"rotary_cos": zeros(20, 4).half()}, r"^rotary_cos must have q's dtype or be torch\.float32"),
+    (ArgumentError, {"rotary_sin": None}, r"^rotary_sin must be a torch\.Tensor, got NoneType"),
+    (ArgumentError, {"num_splits": -1}, r"^num_splits must not be negative, got -1"),
+    (ArgumentError, {"softcap": -1.0}, r"^softcap must be .* got -1\.0"),
+    (ArgumentError, {"window_size": 3}, r"^window_size must be two integers"),
+    (ShapeError, {"alibi_slopes": torch.ones(3)}, r"^alibi_slopes must have shape"),
+    (NotImplementedError, {"v_descale": torch.ones(2, 2)}, r"^v_descale is for FP8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "changes", "text"), BAD_CACHE, ids=[case[2][:40] for case in BAD_CACHE])
+def test_caches(error, changes, text):
+    arguments = cached(**changes)
+    before = {
+        name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+    }
+    flash_attn.flash_attn_with_kvcache(**cached())
+    with pytest.raises(error, match=text):
+        flash_attn.flash_attn_with_kvcache(**arguments)
+    assert all(torch.equal(x, arguments[name]) for name, x in before.items())
+
+
+def test_pages_that_do_not_exist():
+    """On the CPU a table can be looked at; on a GPU nothing is read or written through it."""
+    pages = {"k_cache": zeros(3, 16, 2, 8), "v_cache": zeros(3, 16, 2, 8), "block_table": int32(0, 1, 2, 3).view(2, 2)}
+    table = {"rotary_cos": zeros(32, 4), "rotary_sin": zeros(32, 4)}
+    flash_attn.flash_attn_with_kvcache(**cached(**pages, **table))  # the last page is not reached
+    with pytest.raises(ShapeError, match=r"^block_table must hold page numbers from 0 to 2, got 3 at \(1, 1\)"):
+        flash_attn.flash_attn_with_kvcache(**cached(**pages, **table, cache_seqlens=int32(4, 14)))
