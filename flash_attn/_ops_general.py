@@ -182,7 +182,7 @@ def _option_gradients(
     """For the fields of a Problem and ``deterministic``: the sink's, if it is wanted, and none for the others."""
     grads: list[Tensor | None] = [None] * (len(Problem._fields) + 1)
     if p.sink is not None and needed:
-        grads[_SINK] = sink_gradient(dout, out, lse, dlse, p.sink)
+        grads[_SINK] = sink_gradient(dout, out, lse, dlse, p.sink, p.cu_seqlens_q)
     return grads
 
 

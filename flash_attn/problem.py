@@ -57,7 +57,9 @@ class Problem(NamedTuple):
         return (q.shape[1], q.shape[0])
 
 
-def sink_gradient(dout: Tensor | None, out: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor) -> Tensor:
+def sink_gradient(
+    dout: Tensor | None, out: Tensor, lse: Tensor, dlse: Tensor | None, sink: Tensor, cu_seqlens_q: Tensor | None
+) -> Tensor:
     """Gradient of the sink (H): its weight in each row, exp(sink - lse), times what that weight took from the row."""
     taken = torch.zeros_like(lse) if dout is None else (dout * out).sum(-1, dtype=lse.dtype).transpose(-1, -2)
     if dlse is not None:
@@ -65,4 +67,8 @@ def sink_gradient(dout: Tensor | None, out: Tensor, lse: Tensor, dlse: Tensor | 
     # A row without a log-sum-exp is one that does not count, or whose sink is -inf.
     weight = torch.exp(sink[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
     per_row = -(weight * taken)
+    if cu_seqlens_q is not None:
+        # Packed rows after the last sequence hold anything.
+        used = torch.arange(lse.shape[-1], device=lse.device) < cu_seqlens_q[-1]
+        per_row = torch.where(used, per_row, 0.0)
     return per_row.sum(dim=[d for d in range(lse.dim()) if d != lse.dim() - 2]).to(sink.dtype)

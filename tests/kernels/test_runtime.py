@@ -184,7 +184,6 @@ def test_operators_called_directly_check_what_would_corrupt_memory():
         (q, k, v[:, :100]),
         (q, k, v.float()),
         (q[0], k, v),
-        (q, k, v[..., :8]),
     ):
         with pytest.raises(RuntimeError):
             fwd(*bad, 1.0, False)
