@@ -241,6 +241,18 @@ class DiskFullError(DownloadError):
     exit_code = 45
 
 
+class JitDisabledError(BuildError):
+    """A kernel would have to be compiled at first use, and FLASH_ATTN_JIT forbids that."""
+
+    exit_code = 50
+
+
+class CacheError(BuildError):
+    """The folder for kernels that are compiled at first use cannot be written."""
+
+    exit_code = 51
+
+
 class InterruptedBuildError(BuildError):
     """The build was stopped from outside."""
 
