@@ -9,7 +9,8 @@
 //   FAKE_CUDA_THREADS, FAKE_CUDA_STATIC_SMEM  attributes of every function
 //   FAKE_CUDA_COMPUTE  1: a launch computes
 //
-// An image is the text "fake <key> <arch>".
+// An image is the text "fake <key> <arch>". Real cubins and PTX are taken too: their key is "fwd-real" or "bwd-real", by
+// the entry points in them, and their arch what they say. They cannot compute.
 #include <cmath>
 #include <cstdarg>
 #include <cstdint>
@@ -271,6 +272,27 @@ void compute(const Function& function, const void* params) {
 
 }  // namespace
 
+// Key and arch of a real image; false where it is none.
+static bool describe_real(const void* image, char* key, char* arch) {
+  const unsigned char* const bytes = static_cast<const unsigned char*>(image);
+  const char* const text = static_cast<const char*>(image);
+  size_t size = 0;
+  if (memcmp(bytes, "\177ELF", 4) == 0) {
+    uint64_t sections = 0;
+    memcpy(&sections, bytes + 40, sizeof(sections));  // e_shoff: names and code come before
+    size = sections;
+    sprintf(arch, "%d", bytes[8] >= 8 ? bytes[49] : bytes[48]);  // e_flags, of the ABI before and since CUDA 12.8
+  } else if (const char* const target = strstr(text, ".target sm_")) {
+    size = strlen(text);
+    sprintf(arch, "ptx%d", atoi(target + strlen(".target sm_")));
+  } else {
+    return false;
+  }
+  const bool bwd = memmem(image, size, "flash_bwd_preprocess", strlen("flash_bwd_preprocess")) != nullptr;
+  strcpy(key, bwd ? "bwd-real" : "fwd-real");
+  return true;
+}
+
 // ---- The driver's functions ----
 
 #define FAKE_FAILURE(name) \
@@ -281,6 +303,12 @@ extern "C" {
 int cuInit(unsigned) {
   FAKE_FAILURE(cuInit);
   return gpus().empty() ? 100 : 0;
+}
+
+// NVRTC asks for tables of the driver's tools.
+int cuGetExportTable(const void** table, const void*) {
+  *table = nullptr;
+  return kNotFound;
 }
 
 int cuDriverGetVersion(int* version) {
@@ -367,7 +395,9 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* options, void** values) {
   std::lock_guard<std::mutex> lock(fake_mutex);
   char key[64], arch[16];
-  if (sscanf(static_cast<const char*>(image), "fake %63s %15s", key, arch) != 2) return 200;
+  if (sscanf(static_cast<const char*>(image), "fake %63s %15s", key, arch) != 2 && !describe_real(image, key, arch)) {
+    return 200;
+  }
   void* context = nullptr;
   cuCtxGetCurrent(&context);
   log("load key=%s arch=%s device=%d mode=%d", key, arch, device_of(context), capture_mode);
