@@ -271,6 +271,7 @@ def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
         "CIBW_CONTAINER_ENGINE": f"{engine(session)}; disable_host_mount: true; create_args: {create}",
         f"CIBW_MANYLINUX_{machine.upper()}_IMAGE": image,
         "CIBW_BUILD_FRONTEND": "build; args: --no-isolation",
+        "CIBW_ENVIRONMENT": "FORCE_BUILD=1",  # never the published wheel of an sdist that lists one
         "CIBW_ENVIRONMENT_PASS_LINUX": " ".join(passed),
         # The wheel is not to be changed: the same check as outside follows.
         "CIBW_REPAIR_WHEEL_COMMAND": "cp {wheel} {dest_dir}",

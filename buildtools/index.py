@@ -6,7 +6,8 @@
 writes `dist/index/<kind>/<project>/` for each kind of wheel, where the kind is the wheel's local version label, or
 `stable` for a wheel without one. Each `dist/index/<kind>/` is an index of its own, to be given to `--index-url`.
 There is one page per kind because pip picks between two local labels of one version by the order of the labels and
-not by what fits the environment; a page on which that could happen is refused.
+not by what fits the environment; a page on which that could happen is refused. `dist/index/wheels.json` lists the
+wheels of the newest version for `python -m flash_attn wheels`.
 
 The files are static and the pages the same bytes for the same wheels: any file server will do, and gives the HTML.
 `serve` also answers with JSON to a client that prefers it, as pip does.
@@ -42,7 +43,8 @@ from packaging.utils import (
 )
 from packaging.version import Version
 
-from .errors import BuildError, IndexPageError
+from .errors import BuildError, IndexPageError, ManifestError
+from .manifest import MANIFEST_NAME, Manifest, read_wheel
 
 STABLE = "stable"
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
@@ -142,7 +144,21 @@ def write_index(files: Iterable[Path], output: Path) -> list[Path]:
     shutil.rmtree(output, ignore_errors=True)
     for kind, projects in sorted(pages.items()):
         _write_kind(output / kind, projects)
+    _write_manifest(output, [item for projects in pages.values() for found in projects.values() for item in found])
     return [output / kind for kind in sorted(pages)]
+
+
+def _write_manifest(output: Path, distributions: Iterable[Distribution]) -> None:
+    """The list of published wheels, by which one for another machine is chosen; those without kernels are not on it."""
+    wheels = []
+    for distribution in distributions:
+        if distribution.metadata is not None:
+            with contextlib.suppress(ManifestError):
+                wheels.append(read_wheel(distribution.path))
+    if wheels:
+        newest = max((wheel.version.partition("+")[0] for wheel in wheels), key=Version)
+        listed = tuple(wheel for wheel in wheels if wheel.version.partition("+")[0] == newest)
+        (output / MANIFEST_NAME).write_text(Manifest(newest, listed).text(), encoding="utf-8")
 
 
 def _write_kind(root: Path, projects: dict[NormalizedName, list[Distribution]]) -> None:

@@ -9,9 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.parse
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib import metadata
 from pathlib import Path
 
 from packaging_support import ROOT, clean_environ
@@ -60,9 +63,10 @@ def make_sdist_tree(folder: Path, wheels: Sequence[Path], places: Sequence[str] 
 
 
 HOOK = """
-import functools, sys
+import functools, os, sys
 sys.path.insert(0, ".")
 from buildtools import backend, fetch, prebuilt
+sys.path[:0] = filter(None, os.environ.get("FLASH_ATTN_TEST_SITE", "").split(":"))
 silence_s, slow_s, pause_s = 1, 1, 0.05
 prebuilt.obtain = functools.partial(prebuilt.obtain, limits=fetch.Limits(silence_s, slow_s, 20_000, 3, pause_s))
 print(getattr(backend, sys.argv[1])(*sys.argv[2:]))
@@ -71,12 +75,14 @@ print(getattr(backend, sys.argv[1])(*sys.argv[2:]))
 
 @dataclass
 class Hook:
-    """The hooks of a source tree, called as a frontend does; no compiler can be started without it being seen."""
+    """The hooks of a source tree, called as a frontend does; no compiler can be started without it being seen.
+
+    FLASH_ATTN_TEST_SITE puts folders before the environment's own, which may have a torch.
+    """
 
     tree: Path
     output: Path
     may_compile: bool = False
-    limits: str = ""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -107,6 +113,55 @@ class Hook:
 
     def compiled(self) -> bool:
         return (self.tree / "compiler-was-started").exists() or (self.tree / "build").exists()
+
+
+def make_build_requirements(folder: Path) -> list[Path]:
+    """The wheels that build-system.requires needs on this Python: none, or before 3.11 tomli."""
+    if sys.version_info >= (3, 11):
+        return []
+    import tomli
+
+    version, info = metadata.version("tomli"), f"tomli-{metadata.version('tomli')}.dist-info"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"tomli-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file in Path(tomli.__file__).parent.glob("*.*"):
+            wheel.write(file, f"tomli/{file.name}")
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: tomli\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return [path]
+
+
+def make_site(folder: Path, torch: str, *, cuda: str | None = "12.4") -> Path:
+    """A site-packages with a torch that can only be read, not imported."""
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/__init__.py").write_text("raise ImportError('torch was imported')\n")
+    (folder / "torch/version.py").write_text(f"__version__ = '{torch}'\ncuda: Optional[str] = {cuda!r}\n")
+    return folder
+
+
+NVML = """
+#include <string.h>
+#define API extern "C" int
+API nvmlInit_v2() { return 0; }
+API nvmlShutdown() { return 0; }
+API nvmlSystemGetDriverVersion(char* text, unsigned) { strcpy(text, "570.86.15"); return 0; }
+API nvmlSystemGetCudaDriverVersion_v2(int* number) { *number = 12080; return 0; }
+API nvmlDeviceGetCount_v2(unsigned* count) { *count = 2; return 0; }
+API nvmlDeviceGetHandleByIndex_v2(unsigned index, void** device) { *device = (void*)(long)(index + 1); return 0; }
+API nvmlDeviceGetCudaComputeCapability(void* device, int* major, int* minor) {
+  *major = device == (void*)1 ? 9 : 7; *minor = device == (void*)1 ? 0 : 5; return 0;
+}
+"""
+
+
+def make_driver(folder: Path) -> Path:
+    """A folder for LD_LIBRARY_PATH with the driver of a machine that has a GPU of 9.0 and one of 7.5."""
+    folder.mkdir(parents=True)
+    command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(folder / "libnvidia-ml.so.1")]
+    subprocess.run(command, input=NVML, text=True, check=True)
+    return folder
 
 
 # --- a server with faults ------------------------------------------------------------------------------------------
@@ -179,7 +234,7 @@ class FaultServer:
             if not request[:1].isalpha():  # the beginning of TLS
                 connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
                 return
-        path = request.split()[1].decode()
+        path = urllib.parse.unquote(request.split()[1].decode())
         self.requests.append(path)
         name = path.rpartition("/")[2]
         file = self.folder / name

@@ -132,28 +132,40 @@ def garbage(exchange: Exchange) -> None:
 
 FAULTS = [
     (status("404 Not Found"), errors.FileNotThereError, "answers 404 Not Found", 1),
-    (status("410 Gone"), errors.FileNotThereError, "answers 410 Gone", 1),
+    pytest.param(status("410 Gone"), errors.FileNotThereError, "answers 410 Gone", 1, marks=pytest.mark.slow),
     (status("403 Forbidden"), errors.AccessDeniedError, "answers 403 Forbidden", 1),
-    (status("401 Unauthorized"), errors.AccessDeniedError, "answers 401 Unauthorized", 1),
-    (status("418 I'm a teapot"), errors.NotAWheelError, "answers 418", 1),
+    pytest.param(
+        status("401 Unauthorized"), errors.AccessDeniedError, "answers 401 Unauthorized", 1, marks=pytest.mark.slow
+    ),
+    pytest.param(status("418 I'm a teapot"), errors.NotAWheelError, "answers 418", 1, marks=pytest.mark.slow),
     (status("500 Oops"), errors.ServerError, "answers 500 Oops (3 attempts)", 3),
-    (status("503 Busy"), errors.ServerError, "answers 503 Busy (3 attempts)", 3),
+    pytest.param(status("503 Busy"), errors.ServerError, "answers 503 Busy (3 attempts)", 3, marks=pytest.mark.slow),
     (reset_at_once, errors.ConnectionFailedError, "the connection failed or broke off", 3),
-    (reset_in_the_middle, errors.ConnectionFailedError, "the connection failed or broke off", 3),
-    (closed_at_once, errors.ConnectionFailedError, "the connection failed or broke off", 3),
-    (garbage, errors.ConnectionFailedError, "the connection failed or broke off", 3),
+    pytest.param(
+        reset_in_the_middle,
+        errors.ConnectionFailedError,
+        "the connection failed or broke off",
+        3,
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        closed_at_once, errors.ConnectionFailedError, "the connection failed or broke off", 3, marks=pytest.mark.slow
+    ),
+    pytest.param(
+        garbage, errors.ConnectionFailedError, "the connection failed or broke off", 3, marks=pytest.mark.slow
+    ),
     (silence, errors.SilentServerError, "nothing came for 1 s", 1),
     (silence_in_the_middle, errors.SilentServerError, "nothing came for 1 s", 1),
     (header_that_trickles, errors.SilentServerError, "nothing came for 1 s", 1),
     (body_that_trickles, errors.SlowServerError, "bytes a second", 1),
     (truncated, errors.TruncatedError, "(3 attempts)", 3),
-    (truncated_without_length, errors.TruncatedError, "(3 attempts)", 3),
+    pytest.param(truncated_without_length, errors.TruncatedError, "(3 attempts)", 3, marks=pytest.mark.slow),
     (page, errors.NotAWheelError, "is no wheel, but text/html: it begins with 'Please log in'", 1),
     (nothing, errors.NotAWheelError, "it begins with ''", 1),
-    (other_wheel, errors.AlteredFileError, "nothing of it is kept", 1),
+    pytest.param(other_wheel, errors.AlteredFileError, "nothing of it is kept", 1, marks=pytest.mark.slow),
     (flipped_bit, errors.AlteredFileError, "that was published: sha256", 1),
     (too_long, errors.AlteredFileError, "more than", 1),
-    (shorter_but_whole, errors.AlteredFileError, "that was published: sha256", 1),
+    pytest.param(shorter_but_whole, errors.AlteredFileError, "that was published: sha256", 1, marks=pytest.mark.slow),
     (to_another_host, errors.RedirectError, "leads to another host: http://localhost:", 1),
     (round_and_round, errors.RedirectError, "infinite loop", None),
 ]

@@ -34,8 +34,8 @@ standard = {*sys.stdlib_module_names, "__main__", "buildtools", "tomli", "_virtu
 foreign = sorted({name.split(".")[0] for name in sys.modules} - standard)
 print(json.dumps([requires, folder, [name for name in foreign if not name.startswith(("_distutils", "__editable"))]]))
 """
-BACKEND_MODULES = "archive archs backend build compile edges elf errors host jobs kernels matrix metadata ninja_graph "
-BACKEND_MODULES += "nvrtc sources variables wheel"
+BACKEND_MODULES = "archive archs backend build choose compile edges elf errors facts fetch host jobs kernels manifest "
+BACKEND_MODULES += "matrix metadata ninja_graph nvrtc prebuilt sources variables wheel"
 
 
 @pytest.mark.parametrize(
