@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from buildtools import archive, errors
-from flash_attn import doctor
+from flash_attn import _driver, doctor
 from flash_attn._driver import DriverFacts, Gpu, read_driver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -229,6 +229,17 @@ def test_reads_the_kernel_set(tmp_path, installed_reader):
 def test_reading_the_driver_never_raises():
     facts = read_driver()
     assert (facts.problem is None) == bool(facts.gpus)
+
+
+def test_a_driver_without_a_function(tmp_path, monkeypatch):
+    class Old:
+        def __getattr__(self, name):
+            raise AttributeError(f"libcuda.so.1: undefined symbol: {name}")
+
+    monkeypatch.setattr(_driver.ctypes, "CDLL", lambda name: Old())
+    facts = read_driver()
+    assert facts.broken
+    assert "undefined symbol: cu" in facts.problem
 
 
 def run_doctor(*arguments):

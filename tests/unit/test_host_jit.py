@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -12,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from host_support import H200, HELPERS, ROOT, fake_driver, fake_torch_gpu, kernel, library, pack, scratch
+from host_support import H200, HELPERS, ROOT, VERSION, fake_driver, fake_torch_gpu, kernel, library, pack, scratch
 
 from buildtools import archive
 from buildtools.metadata import load_project
@@ -89,6 +90,41 @@ for call in (lambda: _ops.FWD(x, x, x, 1.0, True), lambda: _ops.BWD(x, x, x, x, 
     times.append(time.perf_counter() - started)
 print(json.dumps({**result, "times": times}))
 """
+
+
+def test_doctor_on_machines_with_gpus(installed: Path, tmp_path: Path) -> None:
+    """Field cases 17 and 26: the driver, each GPU's capability, what the wheel was built for, and which clash."""
+    package = tmp_path / "flash_attn"
+    shutil.copytree(installed / "flash_attn", package)
+    built = beside_library(pack(archs=("80", "90")))
+    for name in ("libflash_attn.so", "flash_attn.kernels"):
+        shutil.copy(built / name, package / name)
+    facts = {"kind": "stable", "torch": ">=2.10", "platform": f"linux_{platform.machine()}", "compiler": "g++"}
+    info = {"version": VERSION, "cuda_build": True, "host": facts, "kernel_set": None}
+    (package / "build_info.json").write_text(json.dumps(info))
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("FLASH_ATT", "PYTHONPATH"))}
+    environ |= {
+        "LD_LIBRARY_PATH": str(fake_driver()),
+        "FAKE_CUDA_DEVICES": f"{B300};7.5:65536:NVIDIA GeForce RTX 2080",
+        "FLASH_ATTN_CACHE_DIR": str(tmp_path / "cache"),
+    }
+    command = [sys.executable, "-m", "flash_attn", "doctor", "--json"]
+    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
+    report = json.loads(done.stdout)
+    assert report["driver"]["cuda"] == [12, 4]
+    assert [gpu["capability"] for gpu in report["driver"]["gpus"]] == [[10, 3], [7, 5]]
+    assert report["kernel_set"]["archs"] == ["80", "90"]
+    assert report["gpu_archs"] == [[], []]
+    (new, new_reason), (old, old_reason) = report["gpu_answers"]
+    assert (new, old) == (True, False)
+    assert "they are built for: 80, 90. Kernels for it are compiled at first use, by NVRTC" in new_reason
+    assert old_reason.endswith("compute capability 7.5): flash_attn needs compute capability 8.0 or newer.")
+    clashes = {clash["kind"]: clash["text"] for clash in report["clashes"]}
+    assert clashes["gpu"].startswith("GPU 1 (NVIDIA GeForce RTX 2080) cannot be used: ")
+    assert "B300" not in str(report["clashes"])
+    # This torch may be one without CUDA, or for a newer one than the driver serves: that is told, too.
+    assert set(clashes) <= {"gpu", "torch", "driver"}
+    assert done.returncode == report["exit_code"] == min(clash["exit_code"] for clash in report["clashes"])
 
 
 @pytest.fixture(scope="module")
