@@ -81,7 +81,13 @@ class Place:
 
     @property
     def host(self) -> str:
-        return urllib.parse.urlsplit(self.url).netloc.lower()
+        return host_of(self.url)
+
+
+def host_of(url: str) -> str:
+    """The host and port of an address, in one way of writing."""
+    parts = urllib.parse.urlsplit(url)
+    return f"{parts.hostname}:{parts.port or (443 if parts.scheme == 'https' else 80)}"
 
 
 def parse_places(text: str) -> list[Place]:
@@ -320,7 +326,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
     def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
         check_host(newurl, req.full_url, self.hosts)
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if request is not None and request.host != req.host:
+        if request is not None and host_of(newurl) != host_of(req.full_url):
             request.remove_header("Authorization")  # the password is for the first host alone
         return request
 
@@ -328,7 +334,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def check_host(url: str, source: str, hosts: set[str]) -> None:
     """RedirectError if `source` leads to a host that is none of `hosts`, or from https to http."""
     new, old = urllib.parse.urlsplit(url), urllib.parse.urlsplit(source)
-    if new.netloc.lower() not in hosts:
+    if host_of(url) not in hosts:
         raise RedirectError(
             f"{source} leads to another host: {new.scheme}://{new.netloc}",
             why="no connection is made to a host that was not named",
@@ -453,7 +459,7 @@ class _Client:
             "User-Agent": "flash-attn",
             "Cache-Control": "no-cache",
         }
-        if self.place.authorization and urllib.parse.urlsplit(url).netloc.lower() == self.place.host:
+        if self.place.authorization and host_of(url) == self.place.host:
             headers["Authorization"] = self.place.authorization
         request = urllib.request.Request(url, headers=headers)
         answer = self._within_time(lambda: self.opener.open(request, timeout=self.limits.silence_s), url)

@@ -117,22 +117,26 @@ def test_the_driver_through_nvml_and_without_it(tmp_path: Path) -> None:
 
 
 MEASURE = """
-import time
-start = time.perf_counter()
-import os, sys
+import os, time
+start, cpu = time.perf_counter(), sum(os.times()[:4])
+import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from buildtools import prebuilt
 from buildtools.variables import read_variables
 plan = prebuilt.make_plan(Path(sys.argv[2]), os.environ, read_variables(os.environ), sys.path)
 seconds = time.perf_counter() - start
+cpu = sum(os.times()[:4]) - cpu
 assert plan.wheel and plan.decision.facts.torch and "torch" not in sys.modules, plan
-print(seconds)
+print(seconds, cpu)
 """
 
 
 def test_a_choice_takes_at_most_150_ms_and_does_not_import_torch(tmp_path: Path) -> None:
-    """With pip's isolation, which costs a start of Python; imports included, torch's own never."""
+    """With pip's isolation, which costs a start of Python; imports included, torch's own never.
+
+    Counted in CPU time: the choice waits for nothing but that Python, and other processes of the machine are no part.
+    """
     from test_buildtools_choose import WHEELS
 
     from buildtools.manifest import Manifest
@@ -143,13 +147,15 @@ def test_a_choice_takes_at_most_150_ms_and_does_not_import_torch(tmp_path: Path)
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
     (tmp_path / "wheels.json").write_text(Manifest(load_project(ROOT).base_version, tuple(WHEELS)).text())
     environ = clean_environ(PYTHONPATH=str(tmp_path / "isolated"), FLASH_ATTN_WHEELS=str(tmp_path))
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(7):
         result = subprocess.run(
             [sys.executable, "-c", MEASURE, str(ROOT), str(tmp_path)],
             env=environ, capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert result.returncode == 0, result.stderr
-        seconds.append(float(result.stdout))
-    print(f"choice: {statistics.median(seconds) * 1e3:.0f} ms (median), {min(seconds) * 1e3:.0f} ms (least)")
-    assert min(seconds) <= 0.150  # the least: other processes of the machine are not part of it
+        for measured, text in zip((seconds, cpu_seconds), result.stdout.split(), strict=True):
+            measured.append(float(text))
+    medians = [statistics.median(measured) * 1e3 for measured in (seconds, cpu_seconds)]
+    print(f"choice: {medians[0]:.0f} ms, {medians[1]:.0f} ms of CPU time (medians); least {min(seconds) * 1e3:.0f} ms")
+    assert medians[1] <= 150
