@@ -21,6 +21,7 @@ from .variables import Variables, read_variables
 
 if TYPE_CHECKING:
     from .prebuilt import Plan
+    from .wheel import Made
 
 _ROOT = Path(__file__).resolve().parent.parent
 _Hook = TypeVar("_Hook", bound=Callable[..., Any])
@@ -131,7 +132,21 @@ def build_wheel(wheel_directory: str, config_settings: _Settings = None, metadat
         environ = _environ_after(plan, variables)
     tag, built = _built_files(project, variables, environ)
     files = {**package_files(project.root), **runtime_files(project), **built}
-    return write_wheel(Path(wheel_directory), project, tag, files, epoch)
+    return write_wheel(Path(wheel_directory), project, tag, files, epoch, _made(variables, environ))
+
+
+def _made(variables: Variables, environ: Mapping[str, str]) -> Made:
+    """The row of the matrix that a build from source is of, and the image that it runs in."""
+    from .build import host_row, load_tables
+    from .sbom import IMAGE_VARIABLE
+    from .wheel import Made
+
+    if variables.skip_cuda_build:
+        return Made()
+    _, matrix = load_tables(_ROOT)
+    row = host_row(matrix)
+    name = next((wheel.name for wheel in matrix.wheels.values() if wheel.host_library == row), "")
+    return Made(name, image=environ.get(IMAGE_VARIABLE, ""))
 
 
 @_reported

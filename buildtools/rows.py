@@ -18,9 +18,10 @@ from .jobs import job_limit
 from .kernels import KernelTable
 from .matrix import HostLibrary, Matrix, Wheel
 from .metadata import Project, load_project
-from .torch_headers import find_torch_include
+from .sbom import IMAGE_VARIABLE
+from .torch_headers import find_torch_include, include_version
 from .variables import Variables, read_variables
-from .wheel import package_files, runtime_files, source_date_epoch, write_wheel
+from .wheel import Made, package_files, runtime_files, source_date_epoch, write_wheel
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class HostResult:
     compiler: HostCompiler
     cpu_s: float
     compiled: int
+    headers: str = ""  # the torch version whose headers it was compiled with
 
 
 def find_wheel(matrix: Matrix, name: str, variables: Variables) -> Wheel:
@@ -73,7 +75,9 @@ def build_host(
     platform, why_not = platform_tag(folder / LIBRARY, row.platform)
     if why_not:
         print(f"note: {why_not}; it is tagged {platform}, for machines like this one", file=sys.stderr)
-    return HostResult(row, folder / LIBRARY, platform, compiler, cpu_s, compiled)
+    version = include_version(include) if include else None
+    headers = ".".join(map(str, version or ()))
+    return HostResult(row, folder / LIBRARY, platform, compiler, cpu_s, compiled, headers)
 
 
 def _children_cpu_s() -> float:
@@ -109,7 +113,9 @@ def build_row_wheel(
         f"flash_attn/{LIBRARY}": host.path.read_bytes(),
         "flash_attn/build_info.json": build_info_text(project.base_version, kernel_set_info(kernels), facts),
     }
-    return output / write_wheel(output, project, f"py3-none-{host.platform}", files, source_date_epoch(environ))
+    made = Made(name, host.headers, environ.get(IMAGE_VARIABLE, ""))
+    tag = f"py3-none-{host.platform}"
+    return output / write_wheel(output, project, tag, files, source_date_epoch(environ), made)
 
 
 def row_project(root: Path, matrix: Matrix, wheel: Wheel, variables: Variables) -> Project:

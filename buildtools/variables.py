@@ -35,7 +35,13 @@ KNOWN = (
 )
 
 # Beginnings of those that the noxfile, the tests and the build's own steps read.
-_OF_OTHER_TOOLS = ("FLASH_ATTN_TEST_", "FLASH_ATTN_ENGINE", "FLASH_ATTN_BASE_IMAGE", "FLASH_ATTN_EDGE_")
+_OF_OTHER_TOOLS = (
+    "FLASH_ATTN_TEST_",
+    "FLASH_ATTN_ENGINE",
+    "FLASH_ATTN_BASE_IMAGE",
+    "FLASH_ATTN_IMAGE",
+    "FLASH_ATTN_EDGE_",
+)
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,16 @@ import json
 import tarfile
 import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+from . import sbom
 from .archive import FILE_NAME, write_atomically
 from .errors import ManifestError, VariableError, WheelError
 from .kernels import parse_table, read_toml
 from .manifest import MANIFEST_NAME, read_manifest
+from .matrix import load_matrix
 from .metadata import Project
 from .sources import PACKAGE_FOLDER, TABLE_NAME, SourceTree
 
@@ -35,6 +38,17 @@ _SDIST_SUFFIXES = (
     ".typed", ".yml",
 )  # fmt: skip
 _SDIST_NAMES = ("Dockerfile", "LICENSE")
+# What the sdist lists and no wheel is made from.
+_NO_SOURCES = ("benchmarks", "docker", "noxfile.py", "setup.py", "tests")
+
+
+@dataclass(frozen=True)
+class Made:
+    """How a wheel was made, beside what its build_info.json says: row of the matrix, torch headers, container image."""
+
+    row: str = ""
+    headers: str = ""
+    image: str = ""
 
 
 def source_date_epoch(environ: Mapping[str, str]) -> int:
@@ -96,9 +110,16 @@ def dist_info(project: Project, tag: str) -> dict[str, bytes]:
     return files
 
 
-def write_wheel(folder: Path, project: Project, tag: str, files: Mapping[str, bytes], epoch: int) -> str:
-    """Write the wheel of `files` (without dist-info) into `folder` and return its file name."""
+def write_wheel(
+    folder: Path, project: Project, tag: str, files: Mapping[str, bytes], epoch: int, made: Made | None = None
+) -> str:
+    """Write the wheel of `files` (without dist-info) into `folder` and return its file name.
+
+    `made`: for the bill of materials, which a wheel of the project always has.
+    """
     info = dist_info(project, tag)
+    if made is not None:
+        info[f"{project.file_name}.dist-info/sboms/{sbom.FILE_NAME}"] = bill(project, files, made)
     ordered = [(name, files[name]) for name in sorted(files)] + sorted(info.items())
     record_name = f"{project.file_name}.dist-info/RECORD"
     record = "".join(f"{name},sha256={_digest(data)},{len(data)}\n" for name, data in ordered) + f"{record_name},,\n"
@@ -115,6 +136,34 @@ def write_wheel(folder: Path, project: Project, tag: str, files: Mapping[str, by
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / name, buffer.getvalue())
     return name
+
+
+def bill(project: Project, files: Mapping[str, bytes], made: Made) -> bytes:
+    """The bill of materials of a wheel that holds `files`."""
+    info = json.loads(files["flash_attn/build_info.json"])
+    nvrtc, hashes = "", []
+    if info["kernel_set"]:
+        version = info["kernel_set"]["compiler"].removeprefix("nvrtc ")
+        kernel_sets = load_matrix(project.root / "matrix.toml").kernel_sets.values()
+        nvrtc = next((item.requirement for item in kernel_sets if item.version == version), "")
+        hashes = sbom.locked_hashes(project.root / sbom.LOCK, nvrtc, version) if nvrtc else []
+    return sbom.bill(
+        str(project.fields["name"]),
+        project.version,
+        info,
+        sources(project),
+        row=made.row,
+        headers=made.headers,
+        image=made.image,
+        nvrtc=nvrtc,
+        nvrtc_hashes=hashes,
+    )
+
+
+def sources(project: Project) -> dict[str, bytes]:
+    """{path in the source tree: contents} of everything that a wheel is made from."""
+    entries = [entry for entry in project.sdist if entry not in _NO_SOURCES]
+    return {path.relative_to(project.root).as_posix(): path.read_bytes() for path in _listed(project, entries)}
 
 
 def write_sdist(folder: Path, project: Project, epoch: int) -> str:
@@ -141,15 +190,7 @@ def write_sdist(folder: Path, project: Project, epoch: int) -> str:
 
 def sdist_files(project: Project) -> list[Path]:
     """What pyproject.toml's [tool.buildtools] lists: files, and what its folders hold but for caches and results."""
-    result = []
-    for entry in project.sdist:
-        path = project.root / entry
-        if path.is_file():
-            result.append(path)
-        elif path.is_dir():
-            result += [item for item in sorted(path.rglob("*")) if _belongs(item, project.root)]
-        else:
-            raise WheelError(f"{entry} is not there", why="pyproject.toml lists it for the sdist")
+    result = _listed(project, project.sdist)
     manifest = project.root / MANIFEST_NAME
     if manifest.is_file():
         version = read_manifest(manifest).version
@@ -160,6 +201,19 @@ def sdist_files(project: Project) -> list[Path]:
             )
         result.append(manifest)
     return sorted(result)
+
+
+def _listed(project: Project, entries: Iterable[str]) -> list[Path]:
+    result = []
+    for entry in entries:
+        path = project.root / entry
+        if path.is_file():
+            result.append(path)
+        elif path.is_dir():
+            result += [item for item in sorted(path.rglob("*")) if _belongs(item, project.root)]
+        else:
+            raise WheelError(f"{entry} is not there", why="pyproject.toml lists it for the sdist")
+    return result
 
 
 def _belongs(path: Path, root: Path) -> bool:

@@ -35,7 +35,7 @@ foreign = sorted({name.split(".")[0] for name in sys.modules} - standard)
 print(json.dumps([requires, folder, [name for name in foreign if not name.startswith(("_distutils", "__editable"))]]))
 """
 BACKEND_MODULES = "archive archs backend build choose compile edges elf errors facts fetch host jobs kernels manifest "
-BACKEND_MODULES += "matrix metadata ninja_graph nvrtc prebuilt sources variables wheel"
+BACKEND_MODULES += "matrix metadata ninja_graph nvrtc prebuilt sbom sources variables wheel"
 
 
 @pytest.mark.parametrize(

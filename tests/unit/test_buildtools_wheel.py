@@ -73,6 +73,7 @@ def test_wheel_holds_package_library_kernels_and_licence(wheel):
     assert names == runtime | {f"flash_attn/_kernels_src/{name}" for name in sources} | {
         "flash_attn/__init__.py", "flash_attn/py.typed", "flash_attn/libflash_attn.so", "flash_attn/flash_attn.kernels",
         "flash_attn/build_info.json", f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/licenses/LICENSE",
+        f"{info}/sboms/flash_attn.cdx.json",
     }  # fmt: skip
 
 
