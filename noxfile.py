@@ -97,7 +97,8 @@ def tests(session: nox.Session) -> None:
     install_locked(session, TOOLS_LOCK)
     install_locked(session, BUILD_LOCK)
     session.install(*test_torch())
-    session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", "not slow", *session.posargs)
+    quick = "not slow and not prove"
+    session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", quick, *session.posargs)
 
 
 @nox.session
@@ -105,7 +106,28 @@ def packaging(session: nox.Session) -> None:
     """The slow packaging tests: real pip, real environments, builds from source. Arguments go to pytest."""
     install_locked(session, TOOLS_LOCK)
     session.install(*test_torch())
-    session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow and not prove", *session.posargs)
+
+
+@nox.session
+def prove(session: nox.Session) -> None:
+    """Every row's wheel, installed beside its real torch, used, and refused by others; arguments go to pytest.
+
+    Downloads torch for each row, some 5 GB: `-- -k torch2.6` proves one row. The environments are temporary, unless
+    FLASH_ATTN_PROVE_FOLDER names a folder for them.
+    """
+    install_locked(session, TOOLS_LOCK)
+    install_locked(session, BUILD_LOCK)
+    session.install(*test_torch())
+    session.run("python", "-m", "pytest", "tests/packaging/test_rows.py", "-m", "prove", *session.posargs)
+
+
+@nox.session
+def page(session: nox.Session) -> None:
+    """The index's page for people in a headless Chromium, which has to be on PATH with chromedriver."""
+    install_locked(session, TOOLS_LOCK)
+    session.install("selenium")
+    session.run("python", "-m", "pytest", "tests/browser", *session.posargs)
 
 
 @nox.session(name="test-gpu")

@@ -49,6 +49,10 @@ def main(arguments: list[str] | None = None) -> int:
     manifest.add_argument("--place", action="append", default=[], help="where they are published: an index URL")
     manifest.add_argument("--out", type=Path, help="the file (default: wheels.json in the source tree)")
     manifest.set_defaults(run=_manifest)
+    verify = commands.add_parser("verify", help="build a published wheel again from what it records, and compare")
+    verify.add_argument("wheel", type=Path)
+    verify.add_argument("--out", type=Path, help="build folder, kept for the next time (default: a temporary one)")
+    verify.set_defaults(run=_verify)
     wheels = commands.add_parser("wheels", help=wheelhouse.DESCRIPTION)
     wheelhouse.add_arguments(wheels)
     wheels.set_defaults(run=wheelhouse.main)
@@ -89,6 +93,12 @@ def _wheel(options: argparse.Namespace) -> int:
     path = build_row_wheel(options.row, options.out, kernel_set=options.kernel_set)
     print(f"{path}: {path.stat().st_size} bytes")
     return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .verify import main as verify
+
+    return verify(options.wheel, options.out and options.out.absolute())
 
 
 def _headers(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import archive
 from .errors import BuildError, WheelDifferenceError
 
 
@@ -64,6 +65,37 @@ def compare_wheels(first: Path, second: Path) -> Comparison:
         only_second=tuple(sorted(other.keys() - one.keys())),
         digests=(_sha256(first), _sha256(second)),
     )
+
+
+def explain(name: str, first: bytes, second: bytes) -> list[str]:
+    """Where two versions of a member differ: the kernels of a kernel set by key and arch, else the first byte."""
+    if name.endswith(archive.FILE_NAME):
+        try:
+            return _explain_kernels(archive.unpack(first, name), archive.unpack(second, name))
+        except BuildError as error:
+            return [f"no kernel set: {error.what}"]
+    pairs = list(zip(first, second, strict=False))
+    at = next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
+    count = sum(one != other for one, other in pairs) + abs(len(first) - len(second))
+    sizes = f"{len(first)} bytes" if len(first) == len(second) else f"{len(first)} and {len(second)} bytes"
+    return [f"{count} bytes differ, from offset {at:#x} on; {sizes}"]
+
+
+def _explain_kernels(first: archive.Archive, second: archive.Archive) -> list[str]:
+    one, other = (
+        {(record.key, record.arch): (record, image) for record, image in zip(item.records, item.images, strict=True)}
+        for item in (first, second)
+    )
+    lines = []
+    for key, arch in sorted(one.keys() ^ other.keys()):
+        lines.append(f"kernel {key} for {arch}: only in one of them")
+    for key, arch in sorted(one.keys() & other.keys()):
+        ours, theirs = one[key, arch][1], other[key, arch][1]
+        if ours != theirs:
+            lines.append(f"kernel {key} for {arch}: {explain('', ours, theirs)[0]}")
+        elif one[key, arch][0] != other[key, arch][0]:
+            lines.append(f"kernel {key} for {arch}: its record in the index")
+    return lines or ["the header or the padding"]
 
 
 def _sha256(path: Path) -> str:

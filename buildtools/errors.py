@@ -241,6 +241,30 @@ class DiskFullError(DownloadError):
     exit_code = 45
 
 
+class AlteredWheelError(BuildError):
+    """A wheel's members are not what its own RECORD says, or cannot be read."""
+
+    exit_code = 46
+
+
+class NotVerifiedError(BuildError):
+    """A wheel cannot be built again here, or not all of it: an input that it records is another one here."""
+
+    exit_code = 47
+
+
+class OverBudgetError(BuildError):
+    """A wheel is larger than matrix.toml allows."""
+
+    exit_code = 48
+
+
+class GeneratedFileError(BuildError):
+    """A file that is generated from the tables is not what they say now."""
+
+    exit_code = 49
+
+
 class JitDisabledError(BuildError):
     """A kernel would have to be compiled at first use, and FLASH_ATTN_JIT forbids that."""
 

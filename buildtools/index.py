@@ -7,7 +7,7 @@ writes `dist/index/<kind>/<project>/` for each kind of wheel, where the kind is 
 `stable` for a wheel without one. Each `dist/index/<kind>/` is an index of its own, to be given to `--index-url`.
 There is one page per kind because pip picks between two local labels of one version by the order of the labels and
 not by what fits the environment; a page on which that could happen is refused. `dist/index/wheels.json` lists the
-wheels of the newest version for `python -m flash_attn wheels`.
+wheels of the newest version for `python -m flash_attn wheels`, and `dist/index/index.html` is the page for people.
 
 The files are static and the pages the same bytes for the same wheels: any file server will do, and gives the HTML.
 `serve` also answers with JSON to a client that prefers it, as pip does.
@@ -45,6 +45,8 @@ from packaging.version import Version
 
 from .errors import BuildError, IndexPageError, ManifestError
 from .manifest import MANIFEST_NAME, Manifest, read_wheel
+from .matrix import Matrix, load_matrix
+from .page import page_text
 
 STABLE = "stable"
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
@@ -130,8 +132,11 @@ def _check_page(kind: str, distributions: Iterable[Distribution]) -> None:
                 )
 
 
-def write_index(files: Iterable[Path], output: Path) -> list[Path]:
-    """Writes the indexes of `files` under `output`, replacing what was there; returns the folder of each kind."""
+def write_index(files: Iterable[Path], output: Path, *, url: str = "", matrix: Matrix | None = None) -> list[Path]:
+    """Writes the indexes of `files` under `output`, replacing what was there; returns the folder of each kind.
+
+    `url` is where `output` will be, for the page's commands; `matrix` tells it which wheels are not there.
+    """
     pages: dict[str, dict[NormalizedName, list[Distribution]]] = defaultdict(lambda: defaultdict(list))
     for distribution in map(read_distribution, files):
         pages[distribution.kind][distribution.name].append(distribution)
@@ -144,21 +149,26 @@ def write_index(files: Iterable[Path], output: Path) -> list[Path]:
     shutil.rmtree(output, ignore_errors=True)
     for kind, projects in sorted(pages.items()):
         _write_kind(output / kind, projects)
-    _write_manifest(output, [item for projects in pages.values() for found in projects.values() for item in found])
+    distributions = [item for projects in pages.values() for found in projects.values() for item in found]
+    manifest = _write_manifest(output, distributions)
+    page = page_text(distributions, manifest, url=url, matrix=matrix)
+    (output / "index.html").write_text(page, encoding="utf-8")
     return [output / kind for kind in sorted(pages)]
 
 
-def _write_manifest(output: Path, distributions: Iterable[Distribution]) -> None:
+def _write_manifest(output: Path, distributions: Iterable[Distribution]) -> Manifest | None:
     """The list of published wheels, by which one for another machine is chosen; those without kernels are not on it."""
     wheels = []
     for distribution in distributions:
         if distribution.metadata is not None:
             with contextlib.suppress(ManifestError):
                 wheels.append(read_wheel(distribution.path))
-    if wheels:
-        newest = max((wheel.version.partition("+")[0] for wheel in wheels), key=Version)
-        listed = tuple(wheel for wheel in wheels if wheel.version.partition("+")[0] == newest)
-        (output / MANIFEST_NAME).write_text(Manifest(newest, listed).text(), encoding="utf-8")
+    if not wheels:
+        return None
+    newest = max((wheel.version.partition("+")[0] for wheel in wheels), key=Version)
+    manifest = Manifest(newest, tuple(wheel for wheel in wheels if wheel.version.partition("+")[0] == newest))
+    (output / MANIFEST_NAME).write_text(manifest.text(), encoding="utf-8")
+    return manifest
 
 
 def _write_kind(root: Path, projects: dict[NormalizedName, list[Distribution]]) -> None:
@@ -233,8 +243,9 @@ class _Handler(http.server.SimpleHTTPRequestHandler):
     def send_head(self) -> Any:
         accepted = self.headers.get("Accept", "")
         folder = self.path.split("?")[0]
-        if folder.endswith("/") and (Path(self.translate_path(folder)) / "index.html").is_file():
-            wants_json = JSON_TYPE in accepted
+        place = Path(self.translate_path(folder))
+        if folder.endswith("/") and (place / "index.html").is_file():
+            wants_json = JSON_TYPE in accepted and (place / "index.json").is_file()  # the page for people has none
             self.path = folder + ("index.json" if wants_json else "index.html")
             self._page_type = JSON_TYPE if wants_json else HTML_TYPE if HTML_TYPE in accepted else "text/html"
         return super().send_head()
@@ -275,13 +286,15 @@ def main(arguments: list[str] | None = None) -> int:
     write = commands.add_parser("write", help="write the static index of wheels and sdists")
     write.add_argument("files", nargs="+", type=Path)
     write.add_argument("--output", type=Path, required=True)
+    write.add_argument("--url", default="", help="where the folder will be, such as https://your.index/")
     serve = commands.add_parser("serve", help="serve a folder on loopback until interrupted")
     serve.add_argument("folder", type=Path)
     serve.add_argument("--port", type=int, default=0)
     options = parser.parse_args(arguments)
     try:
         if options.command == "write":
-            for root in write_index(options.files, options.output):
+            matrix = load_matrix(Path(__file__).resolve().parent.parent / "matrix.toml")
+            for root in write_index(options.files, options.output, url=options.url, matrix=matrix):
                 print(root)
         else:
             with serving(options.folder, port=options.port, quiet=False) as url, contextlib.suppress(KeyboardInterrupt):

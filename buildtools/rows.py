@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import platform as platform_module
 import resource
+import shlex
+import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -64,7 +67,7 @@ def build_host(
     row = find_wheel(matrix, name, variables).host_library
     folder = (folder or build_folder(root, variables)) / "rows" / f"{row.name}.cxx11abi{int(row.cxx11_abi)}"
     make_build_folder(folder)
-    compiler = find_host_compiler(environ, matrix.tools.minimum_gxx, folder / "gxx.json")
+    compiler = row_compiler(row, environ, matrix.tools.minimum_gxx, folder / "gxx.json")
     include = find_torch_include(row, environ, sys.path)
     edges = host_edges(root, folder, compiler, load_project(root).base_version, environ, row, include)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", [], "", edges)
@@ -78,6 +81,28 @@ def build_host(
     version = include_version(include) if include else None
     headers = ".".join(map(str, version or ()))
     return HostResult(row, folder / LIBRARY, platform, compiler, cpu_s, compiled, headers)
+
+
+def row_compiler(row: HostLibrary, environ: Mapping[str, str], minimum: tuple[int, ...], cache: Path) -> HostCompiler:
+    """The compiler for the row's processor: CXX where it is for that one, else its g++, a cross compiler's elsewhere.
+
+    It has to be g++: an exception that another compiler's C++ runtime throws into libtorch ends the process.
+    """
+    default = "g++" if row.machine == platform_module.machine() else f"{row.machine}-linux-gnu-g++"
+    chosen = environ.get("CXX", "")
+    if chosen and not _target(chosen).startswith(f"{row.machine}-"):
+        environ = {key: value for key, value in environ.items() if key != "CXX"}
+    return find_host_compiler(environ, minimum, cache, default)
+
+
+def _target(command: str) -> str:
+    """What a compiler compiles for, such as x86_64-linux-gnu; empty if it does not say, which the probe will tell."""
+    try:
+        return subprocess.run(
+            [*shlex.split(command), "-dumpmachine"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    except OSError:
+        return ""
 
 
 def _children_cpu_s() -> float:

@@ -34,8 +34,8 @@ _PACKAGE_SUFFIXES = (".py", ".pyi", ".typed")
 # What an editable install puts into the source folder of the package.
 GENERATED = ("libflash_attn.so", FILE_NAME, "build_info.json")
 _SDIST_SUFFIXES = (
-    ".cpp", ".cu", ".cuh", ".h", ".hcl", ".in", ".json", ".map", ".md", ".png", ".py", ".pyi", ".toml", ".txt",
-    ".typed", ".yml",
+    ".cpp", ".css", ".cu", ".cuh", ".h", ".hcl", ".in", ".js", ".json", ".map", ".md", ".png", ".py", ".pyi", ".toml",
+    ".txt", ".typed", ".yml",
 )  # fmt: skip
 _SDIST_NAMES = ("Dockerfile", "LICENSE")
 # What the sdist lists and no wheel is made from.

@@ -17,7 +17,7 @@ from host_support import kernel
 
 from buildtools import archive, rows, torch_headers
 from buildtools.build import load_tables
-from buildtools.errors import TableError, TorchHeadersError, WheelError
+from buildtools.errors import HostCompilerError, TableError, TorchHeadersError, WheelError
 from buildtools.matrix import load_matrix
 from buildtools.variables import read_variables
 
@@ -71,6 +71,19 @@ def test_abi_is_the_one_that_is_forced():
     assert wheel.host_library.label == "torch2.6.cxx11abi1"
     stable = rows.find_wheel(MATRIX, "default", read_variables(clean_environ(FORCE_CXX11_ABI="0")))
     assert stable.host_library == MATRIX.wheels["default"].host_library
+
+
+def test_compiler_is_the_one_of_the_rows_processor(tmp_path):
+    """CXX is taken where it compiles for that processor; a native one must not make a library of another."""
+    other = MATRIX.host_libraries["stable-aarch64"]
+    cross = tmp_path / "cross"
+    cross.write_text('#!/bin/sh\ncase "$1" in -dumpmachine) echo aarch64-linux-gnu;; -dump*) echo 12;; esac\n')
+    cross.chmod(0o755)
+    chosen = rows.row_compiler(other, clean_environ(CXX=str(cross)), (9,), tmp_path / "cache")
+    assert chosen.command == (str(cross),)
+    native = clean_environ(CXX="g++", PATH=str(tmp_path))
+    with pytest.raises(HostCompilerError, match=r"aarch64-linux-gnu-g\+\+ is not on PATH"):
+        rows.row_compiler(other, native, (9,), tmp_path / "other")
 
 
 def test_unknown_row_names_the_nearest():

@@ -1,0 +1,52 @@
+"""Wheels of a few bytes for the rows of matrix.toml, and the index and page of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from packaging_support import ROOT
+
+from buildtools.build import build_info_text
+from buildtools.index import write_index
+from buildtools.matrix import HostLibrary, load_matrix
+from buildtools.metadata import load_project
+from buildtools.wheel import DEFAULT_EPOCH, write_wheel
+
+KEYS = [f"{op}-sm80-{dtype}-d{dim}-full" for op in ("fwd", "bwd") for dtype in ("fp16", "bf16") for dim in (64, 128)]
+MATRIX = load_matrix(ROOT / "matrix.toml")
+VERSION = load_project(ROOT).base_version
+
+
+def make_row_wheel(folder: Path, host: HostLibrary, **more: Any) -> Path:
+    """The wheel of a row, with the archs of the first kernel set; `more` is put into its build_info.json."""
+    project = load_project(ROOT, host.label)
+    project = replace(project, fields={**project.fields, "dependencies": [f"torch{host.torch}"]})
+    archs = [str(arch) for arch in MATRIX.default_kernel_set.archs]
+    kernel_set = {"compiler": "nvrtc 12.9.86", "archs": archs, "keys": KEYS, "sha256": "5" * 64, **more}
+    host_info = {
+        "kind": host.abi, "torch": host.torch, "platform": host.platform, "cxx11_abi": host.cxx11_abi,
+        "compiler": "g++ 12.2.0",
+    }  # fmt: skip
+    files = {
+        "flash_attn/__init__.py": f'__version__ = "{VERSION}"\n'.encode(),
+        "flash_attn/libflash_attn.so": host.name.encode(),
+        "flash_attn/flash_attn.kernels": bytes(1000),
+        "flash_attn/build_info.json": build_info_text(VERSION, kernel_set, host_info),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / write_wheel(folder, project, f"py3-none-{host.platform}", files, DEFAULT_EPOCH)
+
+
+def make_row_index(
+    folder: Path, wanted: Callable[[HostLibrary], bool] = lambda host: host.machine == "x86_64", *, url: str = ""
+) -> list[Path]:
+    """An index, in `folder`/index, of the wheels of the rows that are wanted and of an sdist; the files it is of."""
+    hosts = [host for host in MATRIX.host_libraries.values() if wanted(host)]
+    files = [make_row_wheel(folder / "dist", host) for host in hosts]
+    files.append(folder / "dist" / f"flash_attn-{VERSION}.tar.gz")
+    files[-1].write_bytes(b"sources")
+    write_index(files, folder / "index", url=url, matrix=MATRIX)
+    return files
