@@ -255,6 +255,17 @@ def install_and_run(session: nox.Session, index: Path, wheel: Path) -> None:
     session.chdir(ROOT)
 
 
+@nox.session
+def reproduce(session: nox.Session) -> None:
+    """Builds wheels twice in different surroundings and compares; `-- --all`: every row that can be built here.
+
+    `-- --row torch2.6-abi0` chooses rows, `-- --head-dims 64 --archs 90` a quick subset. diffoscope explains a
+    difference where it is installed.
+    """
+    install_locked(session, BUILD_LOCK)
+    session.run("python", "-m", "buildtools", "reproduce", *session.posargs)
+
+
 # -- the container ---------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import wheelhouse
+from . import reproduce, wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -53,6 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     verify.add_argument("wheel", type=Path)
     verify.add_argument("--out", type=Path, help="build folder, kept for the next time (default: a temporary one)")
     verify.set_defaults(run=_verify)
+    twice = commands.add_parser("reproduce", help=reproduce.__doc__)
+    reproduce.add_arguments(twice)
+    twice.set_defaults(run=reproduce.main)
     wheels = commands.add_parser("wheels", help=wheelhouse.DESCRIPTION)
     wheelhouse.add_arguments(wheels)
     wheels.set_defaults(run=wheelhouse.main)
