@@ -32,6 +32,7 @@ from buildtools.index import serving  # noqa: E402
 DIST = ROOT / "dist"
 BUILD_LOCK = ROOT / "docker" / "requirements-build.txt"
 TOOLS_LOCK = ROOT / "docker" / "requirements-tools.txt"
+RELEASE_LOCK = ROOT / "docker" / "requirements-release.txt"
 MATRIX = ROOT / "matrix.toml"
 MAXIMUM_LINES = 800
 
@@ -144,13 +145,15 @@ def test_gpu(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy, zizmor, file lengths, and that what is generated is what the tables say; types need a torch."""
+    """ruff, mypy, zizmor, actionlint, file lengths, and that generated files are up to date; types need a torch."""
     install_locked(session, TOOLS_LOCK)
     session.install(*test_torch())
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", "buildtools", "flash_attn", "noxfile.py")
     session.run("zizmor", "--offline", "--quiet", ".github/workflows")
+    session.run("actionlint", *map(str, sorted((ROOT / ".github" / "workflows").glob("*.yml"))))
+    session.run("python", "-m", "buildtools", "generate", "--check")
     check_lengths(session)
     check_locks(session)
 
@@ -286,6 +289,7 @@ def build_image(session: nox.Session, base: str, python: str) -> str:
     if subprocess.run([name, "image", "inspect", tag], capture_output=True, check=False).returncode != 0:
         more = shlex.split(os.environ.get("FLASH_ATTN_ENGINE_BUILD_ARGS", ""))
         arguments = [f"--build-arg=BASE_IMAGE={base}", f"--build-arg=PYTHON={python}", f"--tag={tag}"]
+        arguments += ["--target=environment"]
         session.run(name, "build", *arguments, *more, str(context), external=True)
     return tag
 
@@ -358,7 +362,11 @@ def lock_inputs() -> dict[Path, list[str]]:
     kernel_set = matrix["kernel_sets"][matrix["wheels"]["default"]["kernel_set"]]
     nvrtc = f"{kernel_set['requirement']}=={kernel_set['version']}"
     build = [*project["build-system"]["requires"], nvrtc, matrix["tools"]["ninja"], *matrix["requirements"]["build"]]
-    return {BUILD_LOCK: sorted(set(build)), TOOLS_LOCK: sorted(matrix["requirements"]["tools"])}
+    others = {TOOLS_LOCK: "tools", RELEASE_LOCK: "release"}
+    return {
+        BUILD_LOCK: sorted(set(build)),
+        **{lock: sorted(matrix["requirements"][key]) for lock, key in others.items()},
+    }
 
 
 def lock_header(requirements: list[str]) -> str:

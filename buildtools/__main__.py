@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import reproduce, wheelhouse
+from . import generate, reproduce, wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -53,6 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
     verify.add_argument("wheel", type=Path)
     verify.add_argument("--out", type=Path, help="build folder, kept for the next time (default: a temporary one)")
     verify.set_defaults(run=_verify)
+    derived = commands.add_parser("generate", help="write what is derived from the tables: bake file, README's table")
+    generate.add_arguments(derived)
+    derived.set_defaults(run=generate.main)
+    rows = commands.add_parser("rows", help="the rows that are built in containers, as the matrix of a workflow")
+    rows.add_argument("--row", default="", help="only this one")
+    rows.set_defaults(run=generate.print_rows)
     twice = commands.add_parser("reproduce", help=reproduce.__doc__)
     reproduce.add_arguments(twice)
     twice.set_defaults(run=reproduce.main)
