@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import generate, reproduce, wheelhouse
+from . import generate, release, reproduce, wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -59,6 +59,9 @@ def main(arguments: list[str] | None = None) -> int:
     rows = commands.add_parser("rows", help="the rows that are built in containers, as the matrix of a workflow")
     rows.add_argument("--row", default="", help="only this one")
     rows.set_defaults(run=generate.print_rows)
+    publish = commands.add_parser("release", help="the files of a release: check, write and compare them")
+    release.add_arguments(publish)
+    publish.set_defaults(run=release.main)
     twice = commands.add_parser("reproduce", help=reproduce.__doc__)
     reproduce.add_arguments(twice)
     twice.set_defaults(run=reproduce.main)

@@ -97,7 +97,7 @@ def reproduce(
     if not wheels:
         return [Outcome(name, skipped[name]) for name in names]
     sources = folder / "sources"
-    _copy(root, sources, FIRST.date)  # nobody edits them while the two builds run
+    copy_sources(root, sources, FIRST.date)  # nobody edits them while the two builds run
     first, second = (_build(wheels, folder, place, sources, environ) for place in (FIRST, SECOND))
     return [
         Outcome(name, skipped[name]) if name in skipped else Outcome(name, wheels=(first[name], second[name]))
@@ -111,7 +111,7 @@ def _build(
     """{row: its wheel}, built in a copy of the sources and in the surroundings `place`."""
     base = folder / place.folder
     tree, home, out = base / "tree", base / "home", base / "wheels"
-    _copy(root, tree, place.date)
+    copy_sources(root, tree, place.date)
     environ = {key: value for key, value in environ.items() if key not in _NOT_PASSED and not key.startswith("LC_")}
     environ |= {"HOME": str(home), "XDG_CACHE_HOME": str(home / "cache"), "FORCE_BUILD": "1", **place.variables}
     for wheel in wheels:
@@ -133,7 +133,7 @@ def _build(
     return result
 
 
-def _copy(root: Path, tree: Path, date: int) -> None:
+def copy_sources(root: Path, tree: Path, date: int) -> None:
     """The sources, as the sdist has them."""
     project = load_project(root)
     for entry in project.sdist:
