@@ -300,7 +300,7 @@ def _source(sdists: Sequence[Distribution]) -> list[Markup]:
         link = element("a", file.path.name, href=url, class_="file", **named)
         digest = element("span", file.sha256, class_="hash")
         items.append(element("p", link, f" · {file.size / 1e6:.2f} MB", Markup("<br>"), digest))
-    text = "Compiles in minutes with g++ alone: pip fetches the kernel compiler, and no nvcc, GPU or torch is needed."
+    text = "Compiles in minutes with g++ alone: pip fetches the kernel compiler, and no nvcc, GPU or torch is used."
     return [element("h2", "Source", id="sources"), element("p", text), *items]
 
 

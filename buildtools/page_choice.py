@@ -170,15 +170,18 @@ class Choice:
         return advice
 
     def _compiles(self, pick: tuple[int, ...]) -> bool:
-        """The sdist compiles there: it makes the stable wheel for the machine that it is built on."""
+        """The sdist compiles there: it makes the stable wheel for the machine that it is built on.
+
+        The C library has to be as new as a wheel's all the same: torch's own wheels need it too.
+        """
         facts = self.facts(pick)
-        local = [
-            replace(wheel, variant=replace(wheel.variant, platform=f"linux_{facts.machine}"))
-            for wheel in self.wheels
-            if wheel.variant.cxx11_abi is None
-        ]
-        glibc = facts.system == "linux" and facts.libc is not None and facts.libc[0] == "glibc"  # torch has no other
-        return glibc and choose(facts, local).wheel is not None
+        local = []
+        for wheel in self.wheels:
+            policy = wheel.variant.platform.split("_")[:3]  # manylinux_2_28
+            if wheel.variant.cxx11_abi is None:
+                platform = "_".join((*policy, facts.machine))
+                local.append(replace(wheel, variant=replace(wheel.variant, platform=platform)))
+        return choose(facts, local).wheel is not None
 
 
 def planned_wheels(matrix: Matrix | None, wheels: Sequence[PublishedWheel]) -> list[PublishedWheel]:

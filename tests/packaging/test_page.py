@@ -196,7 +196,7 @@ def find(page: Page, **wanted: str) -> tuple[Any, list[str], list[str], bool]:
         ({"system": "linux-aarch64"}, "it is for x86_64, this machine is aarch64", "the row stable-aarch64", True),
         ({"system": "windows"}, "it is for Linux, this is win32", "in WSL 2", False),
         ({"system": "macos"}, "it is for Linux, this is darwin", "no NVIDIA GPUs for macOS", False),
-        ({"system": "linux-old"}, "found glibc 2.17", "another operating system: Linux x86-64", True),
+        ({"system": "linux-old"}, "found glibc 2.17", "another operating system: Linux x86-64", False),
         ({"system": "linux-musl"}, "found musl 1.2", "another operating system: Linux x86-64", False),
         ({"torch": "2.3-"}, "it is for torch 2.4 alone, found 2.3.0", "another PyTorch: 2.10 or newer", False),
         ({"torch": "3.0+"}, "torch 3 is newer", "another PyTorch: 2.10 or newer", False),
