@@ -11,13 +11,19 @@ FLASH_ATTN_ENGINE_BUILD_ARGS   more arguments for the engine's `build`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,8 @@ sys.path.insert(0, str(ROOT))  # nox does not put the noxfile's folder there
 
 from buildtools.compare import compare_wheels  # noqa: E402
 from buildtools.index import serving  # noqa: E402
+from buildtools.matrix import load_matrix  # noqa: E402
+from buildtools.pins import pinned_images, with_pins  # noqa: E402
 
 DIST = ROOT / "dist"
 BUILD_LOCK = ROOT / "docker" / "requirements-build.txt"
@@ -209,7 +217,8 @@ def build_wheel(session: nox.Session) -> None:
 
     index = folder / "index"
     session.run("python", "-m", "buildtools.index", "write", str(wheel), str(sdist), "--output", str(index))
-    install_and_run(session, index, wheel)
+    with serving(index) as url:
+        install_and_run(session, f"{url}stable/", wheel)
 
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     session.log(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
@@ -236,17 +245,17 @@ def audit(session: nox.Session, wheel: Path) -> None:
         session.error(f"auditwheel makes {result.name} of {wheel.name}, and changes {changed}: the tag is not true")
 
 
-def install_and_run(session: nox.Session, index: Path, wheel: Path) -> None:
-    """Installs the wheel from its index as a user would, then runs a forward, a backward and doctor."""
+def install_and_run(session: nox.Session, url: str, wheel: Path) -> None:
+    """Installs the wheel from the index at `url` as a user would, then runs a forward, a backward and doctor."""
     python = str(fresh_environment(session, "user"))
     environment = clean_environment()
     session.run(python, "-m", "pip", "install", *test_torch(), env=environment, external=True)
     report = scratch(session, "report.json")
-    with serving(index) as url:
-        command = [python, "-m", "pip", "install", "--no-cache-dir", "--report", str(report), "flash-attn"]
-        session.run(*command, "--index-url", f"{url}stable/", env=environment, external=True)
+    command = [python, "-m", "pip", "install", "--no-cache-dir", "--report", str(report), "flash-attn"]
+    session.run(*command, "--index-url", url, env=environment, external=True)
     installed = {item["metadata"]["name"]: item["download_info"] for item in json.loads(report.read_text())["install"]}
-    if list(installed) != ["flash-attn"] or installed["flash-attn"]["url"] != f"{url}stable/flash-attn/{wheel.name}":
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if list(installed) != ["flash-attn"] or installed["flash-attn"]["archive_info"]["hashes"] != {"sha256": digest}:
         session.error(f"pip installed {installed}, and was to install {wheel.name} from {url} and nothing else")
     session.log(f"pip installed {installed['flash-attn']['url']} and nothing else")
 
@@ -267,6 +276,60 @@ def reproduce(session: nox.Session) -> None:
     """
     install_locked(session, BUILD_LOCK)
     session.run("python", "-m", "buildtools", "reproduce", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """`-- --dry-run`: a release of the default wheel to a local index server, and an install from there.
+
+    Builds wheel, sdist, manifest and index as release.yml does, uploads them by twine to a pypiserver, compares what
+    that lists with the manifest, and installs from it into a fresh environment.
+    """
+    if session.posargs != ["--dry-run"]:
+        session.error(
+            "releases are made by .github/workflows/release.yml, from a tag; here: nox -s release -- --dry-run"
+        )
+    install_locked(session, BUILD_LOCK)
+    install_locked(session, RELEASE_LOCK)
+    wheels, out, packages = (scratch(session, name) for name in ("wheels", "release", "packages"))
+    packages.mkdir()
+    command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), "."]
+    session.run(*command, env={"FORCE_BUILD": "1"})
+    wheel = the_wheel(session, wheels)
+    audit(session, wheel)
+    session.run("python", "-m", "buildtools", "release", "files", str(wheel), "--row=default", "--out", str(out))
+    with index_server(session, packages) as url:
+        account = ["--repository-url", url, "--username=any", "--password=any", "--non-interactive"]
+        files = sorted(map(str, (out / "files").iterdir()))
+        session.run("twine", "upload", *account, "--disable-progress-bar", *files)
+        with urllib.request.urlopen(f"{url}simple/flash-attn/") as page:
+            listed = re.findall(r"<a [^>]*>([^<]+)</a>", page.read().decode())
+        listing = scratch(session, "listing.txt")
+        listing.write_text("\n".join(listed) + "\n")
+        session.run("python", "-m", "buildtools", "release", "compare", str(out), "--listing", str(listing))
+        install_and_run(session, f"{url}simple/", wheel)
+
+
+@contextlib.contextmanager
+def index_server(session: nox.Session, packages: Path) -> Iterator[str]:
+    """A pypiserver on loopback that takes uploads from anybody, and its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    python = str(Path(session.bin) / "python")
+    command = [python, "-m", "pypiserver", "run", "--interface=127.0.0.1", f"--port={port}", "--disable-fallback"]
+    server = subprocess.Popen([*command, "--passwords=.", "--authenticate=.", str(packages)])
+    url = f"http://127.0.0.1:{port}/"
+    try:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(url).close()
+                break
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
 
 
 # -- the container ---------------------------------------------------------------------------------------------------
@@ -343,17 +406,34 @@ def bench_build(session: nox.Session) -> None:
 
 @nox.session(name="update-pins")
 def update_pins(session: nox.Session) -> None:
-    """Writes the lock files again, with the newest versions that matrix.toml and pyproject.toml allow; needs PyPI."""
+    """Every pin anew: NVRTC's version, the lock files, the images' digests, and what is generated; needs PyPI alone.
+
+    NVRTC stays within its CUDA major. The digests are those that the newest cibuildwheel pins.
+    """
     install_locked(session, TOOLS_LOCK)
+    compiler = ["uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--upgrade"]
+    versions = {}
+    for name, kernel_set in nox.project.load_toml(MATRIX)["kernel_sets"].items():
+        source, result = scratch(session, f"{name}.in"), scratch(session, f"{name}.txt")
+        following = int(kernel_set["version"].split(".")[0]) + 1
+        source.write_text(f"{kernel_set['requirement']}>={kernel_set['version']},<{following}\n")
+        session.run(*compiler, f"--output-file={result}", str(source))
+        versions[name] = result.read_text().strip().partition("==")[2]
+    MATRIX.write_text(with_pins(MATRIX.read_text(), versions, {}))
     for lock, requirements in lock_inputs().items():
         source = scratch(session, f"{lock.stem}.in")
         source.write_text("\n".join(requirements) + "\n")
-        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--generate-hashes"]
-        command += ["--no-annotate", "--no-header", "--upgrade", f"--output-file={lock}"]
+        command = [*compiler, "--universal", "--python-version=3.10", "--generate-hashes", f"--output-file={lock}"]
         if lock != BUILD_LOCK:  # one environment may hold both
             command += [f"--constraint={BUILD_LOCK}"]
         session.run(*command, str(source))
         lock.write_text(lock_header(requirements) + lock.read_text())
+    install_locked(session, TOOLS_LOCK)
+    code = "import cibuildwheel; print(cibuildwheel.__file__)"
+    package = Path(str(session.run("python", "-c", code, silent=True)).strip()).parent
+    images = pinned_images(load_matrix(MATRIX), (package / "resources" / "pinned_docker_images.cfg").read_text())
+    MATRIX.write_text(with_pins(MATRIX.read_text(), {}, images))
+    session.run("python", "-m", "buildtools", "generate")
 
 
 def lock_inputs() -> dict[Path, list[str]]:
