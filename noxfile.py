@@ -11,13 +11,19 @@ FLASH_ATTN_ENGINE_BUILD_ARGS   more arguments for the engine's `build`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +34,13 @@ sys.path.insert(0, str(ROOT))  # nox does not put the noxfile's folder there
 
 from buildtools.compare import compare_wheels  # noqa: E402
 from buildtools.index import serving  # noqa: E402
+from buildtools.matrix import load_matrix  # noqa: E402
+from buildtools.pins import pinned_images, with_pins  # noqa: E402
 
 DIST = ROOT / "dist"
 BUILD_LOCK = ROOT / "docker" / "requirements-build.txt"
 TOOLS_LOCK = ROOT / "docker" / "requirements-tools.txt"
+RELEASE_LOCK = ROOT / "docker" / "requirements-release.txt"
 MATRIX = ROOT / "matrix.toml"
 MAXIMUM_LINES = 800
 
@@ -144,13 +153,15 @@ def test_gpu(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy, zizmor, file lengths, and that what is generated is what the tables say; types need a torch."""
+    """ruff, mypy, zizmor, actionlint, file lengths, and that generated files are up to date; types need a torch."""
     install_locked(session, TOOLS_LOCK)
     session.install(*test_torch())
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", "buildtools", "flash_attn", "flash_attn_interface.py", "noxfile.py")
     session.run("zizmor", "--offline", "--quiet", ".github/workflows")
+    session.run("actionlint", *map(str, sorted((ROOT / ".github" / "workflows").glob("*.yml"))))
+    session.run("python", "-m", "buildtools", "generate", "--check")
     check_lengths(session)
     check_locks(session)
 
@@ -206,7 +217,8 @@ def build_wheel(session: nox.Session) -> None:
 
     index = folder / "index"
     session.run("python", "-m", "buildtools.index", "write", str(wheel), str(sdist), "--output", str(index))
-    install_and_run(session, index, wheel)
+    with serving(index) as url:
+        install_and_run(session, f"{url}stable/", wheel)
 
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     session.log(f"{wheel.relative_to(ROOT)}: {wheel.stat().st_size / 1e6:.1f} MB, sha256 {digest}")
@@ -233,17 +245,17 @@ def audit(session: nox.Session, wheel: Path) -> None:
         session.error(f"auditwheel makes {result.name} of {wheel.name}, and changes {changed}: the tag is not true")
 
 
-def install_and_run(session: nox.Session, index: Path, wheel: Path) -> None:
-    """Installs the wheel from its index as a user would, then runs a forward, a backward and doctor."""
+def install_and_run(session: nox.Session, url: str, wheel: Path) -> None:
+    """Installs the wheel from the index at `url` as a user would, then runs a forward, a backward and doctor."""
     python = str(fresh_environment(session, "user"))
     environment = clean_environment()
     session.run(python, "-m", "pip", "install", *test_torch(), env=environment, external=True)
     report = scratch(session, "report.json")
-    with serving(index) as url:
-        command = [python, "-m", "pip", "install", "--no-cache-dir", "--report", str(report), "flash-attn"]
-        session.run(*command, "--index-url", f"{url}stable/", env=environment, external=True)
+    command = [python, "-m", "pip", "install", "--no-cache-dir", "--report", str(report), "flash-attn"]
+    session.run(*command, "--index-url", url, env=environment, external=True)
     installed = {item["metadata"]["name"]: item["download_info"] for item in json.loads(report.read_text())["install"]}
-    if list(installed) != ["flash-attn"] or installed["flash-attn"]["url"] != f"{url}stable/flash-attn/{wheel.name}":
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if list(installed) != ["flash-attn"] or installed["flash-attn"]["archive_info"]["hashes"] != {"sha256": digest}:
         session.error(f"pip installed {installed}, and was to install {wheel.name} from {url} and nothing else")
     session.log(f"pip installed {installed['flash-attn']['url']} and nothing else")
 
@@ -253,6 +265,71 @@ def install_and_run(session: nox.Session, index: Path, wheel: Path) -> None:
     session.run(python, str(ROOT / "tests" / "packaging" / "first_use.py"), env=environment, external=True)
     session.run(python, "-m", "flash_attn", "doctor", env=environment, external=True)
     session.chdir(ROOT)
+
+
+@nox.session
+def reproduce(session: nox.Session) -> None:
+    """Builds wheels twice in different surroundings and compares; `-- --all`: every row that can be built here.
+
+    `-- --row torch2.6-abi0` chooses rows, `-- --head-dims 64 --archs 90` a quick subset. diffoscope explains a
+    difference where it is installed.
+    """
+    install_locked(session, BUILD_LOCK)
+    session.run("python", "-m", "buildtools", "reproduce", *session.posargs)
+
+
+@nox.session
+def release(session: nox.Session) -> None:
+    """`-- --dry-run`: a release of the default wheel to a local index server, and an install from there.
+
+    Builds wheel, sdist, manifest and index as release.yml does, uploads them by twine to a pypiserver, compares what
+    that lists with the manifest, and installs from it into a fresh environment.
+    """
+    if session.posargs != ["--dry-run"]:
+        session.error(
+            "releases are made by .github/workflows/release.yml, from a tag; here: nox -s release -- --dry-run"
+        )
+    install_locked(session, BUILD_LOCK)
+    install_locked(session, RELEASE_LOCK)
+    wheels, out, packages = (scratch(session, name) for name in ("wheels", "release", "packages"))
+    packages.mkdir()
+    command = ["python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), "."]
+    session.run(*command, env={"FORCE_BUILD": "1"})
+    wheel = the_wheel(session, wheels)
+    audit(session, wheel)
+    session.run("python", "-m", "buildtools", "release", "files", str(wheel), "--row=default", "--out", str(out))
+    with index_server(session, packages) as url:
+        account = ["--repository-url", url, "--username=any", "--password=any", "--non-interactive"]
+        files = sorted(map(str, (out / "files").iterdir()))
+        session.run("twine", "upload", *account, "--disable-progress-bar", *files)
+        with urllib.request.urlopen(f"{url}simple/flash-attn/") as page:
+            listed = re.findall(r"<a [^>]*>([^<]+)</a>", page.read().decode())
+        listing = scratch(session, "listing.txt")
+        listing.write_text("\n".join(listed) + "\n")
+        session.run("python", "-m", "buildtools", "release", "compare", str(out), "--listing", str(listing))
+        install_and_run(session, f"{url}simple/", wheel)
+
+
+@contextlib.contextmanager
+def index_server(session: nox.Session, packages: Path) -> Iterator[str]:
+    """A pypiserver on loopback that takes uploads from anybody, and its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    python = str(Path(session.bin) / "python")
+    command = [python, "-m", "pypiserver", "run", "--interface=127.0.0.1", f"--port={port}", "--disable-fallback"]
+    server = subprocess.Popen([*command, "--passwords=.", "--authenticate=.", str(packages)])
+    url = f"http://127.0.0.1:{port}/"
+    try:
+        for _ in range(100):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(url).close()
+                break
+            time.sleep(0.1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait()
 
 
 # -- the container ---------------------------------------------------------------------------------------------------
@@ -275,6 +352,7 @@ def build_image(session: nox.Session, base: str, python: str) -> str:
     if subprocess.run([name, "image", "inspect", tag], capture_output=True, check=False).returncode != 0:
         more = shlex.split(os.environ.get("FLASH_ATTN_ENGINE_BUILD_ARGS", ""))
         arguments = [f"--build-arg=BASE_IMAGE={base}", f"--build-arg=PYTHON={python}", f"--tag={tag}"]
+        arguments += ["--target=environment"]
         session.run(name, "build", *arguments, *more, str(context), external=True)
     return tag
 
@@ -328,17 +406,34 @@ def bench_build(session: nox.Session) -> None:
 
 @nox.session(name="update-pins")
 def update_pins(session: nox.Session) -> None:
-    """Writes the lock files again, with the newest versions that matrix.toml and pyproject.toml allow; needs PyPI."""
+    """Every pin anew: NVRTC's version, the lock files, the images' digests, and what is generated; needs PyPI alone.
+
+    NVRTC stays within its CUDA major. The digests are those that the newest cibuildwheel pins.
+    """
     install_locked(session, TOOLS_LOCK)
+    compiler = ["uv", "pip", "compile", "--quiet", "--no-annotate", "--no-header", "--upgrade"]
+    versions = {}
+    for name, kernel_set in nox.project.load_toml(MATRIX)["kernel_sets"].items():
+        source, result = scratch(session, f"{name}.in"), scratch(session, f"{name}.txt")
+        following = int(kernel_set["version"].split(".")[0]) + 1
+        source.write_text(f"{kernel_set['requirement']}>={kernel_set['version']},<{following}\n")
+        session.run(*compiler, f"--output-file={result}", str(source))
+        versions[name] = result.read_text().strip().partition("==")[2]
+    MATRIX.write_text(with_pins(MATRIX.read_text(), versions, {}))
     for lock, requirements in lock_inputs().items():
         source = scratch(session, f"{lock.stem}.in")
         source.write_text("\n".join(requirements) + "\n")
-        command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version=3.10", "--generate-hashes"]
-        command += ["--no-annotate", "--no-header", "--upgrade", f"--output-file={lock}"]
+        command = [*compiler, "--universal", "--python-version=3.10", "--generate-hashes", f"--output-file={lock}"]
         if lock != BUILD_LOCK:  # one environment may hold both
             command += [f"--constraint={BUILD_LOCK}"]
         session.run(*command, str(source))
         lock.write_text(lock_header(requirements) + lock.read_text())
+    install_locked(session, TOOLS_LOCK)
+    code = "import cibuildwheel; print(cibuildwheel.__file__)"
+    package = Path(str(session.run("python", "-c", code, silent=True)).strip()).parent
+    images = pinned_images(load_matrix(MATRIX), (package / "resources" / "pinned_docker_images.cfg").read_text())
+    MATRIX.write_text(with_pins(MATRIX.read_text(), {}, images))
+    session.run("python", "-m", "buildtools", "generate")
 
 
 def lock_inputs() -> dict[Path, list[str]]:
@@ -347,7 +442,11 @@ def lock_inputs() -> dict[Path, list[str]]:
     kernel_set = matrix["kernel_sets"][matrix["wheels"]["default"]["kernel_set"]]
     nvrtc = f"{kernel_set['requirement']}=={kernel_set['version']}"
     build = [*project["build-system"]["requires"], nvrtc, matrix["tools"]["ninja"], *matrix["requirements"]["build"]]
-    return {BUILD_LOCK: sorted(set(build)), TOOLS_LOCK: sorted(matrix["requirements"]["tools"])}
+    others = {TOOLS_LOCK: "tools", RELEASE_LOCK: "release"}
+    return {
+        BUILD_LOCK: sorted(set(build)),
+        **{lock: sorted(matrix["requirements"][key]) for lock, key in others.items()},
+    }
 
 
 def lock_header(requirements: list[str]) -> str:

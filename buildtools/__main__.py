@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import wheelhouse
+from . import generate, release, reproduce, wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -53,6 +53,18 @@ def main(arguments: list[str] | None = None) -> int:
     verify.add_argument("wheel", type=Path)
     verify.add_argument("--out", type=Path, help="build folder, kept for the next time (default: a temporary one)")
     verify.set_defaults(run=_verify)
+    derived = commands.add_parser("generate", help="write what is derived from the tables: bake file, README's table")
+    generate.add_arguments(derived)
+    derived.set_defaults(run=generate.main)
+    rows = commands.add_parser("rows", help="the rows that are built in containers, as the matrix of a workflow")
+    rows.add_argument("--row", default="", help="only this one")
+    rows.set_defaults(run=generate.print_rows)
+    publish = commands.add_parser("release", help="the files of a release: check, write and compare them")
+    release.add_arguments(publish)
+    publish.set_defaults(run=release.main)
+    twice = commands.add_parser("reproduce", help=reproduce.__doc__)
+    reproduce.add_arguments(twice)
+    twice.set_defaults(run=reproduce.main)
     wheels = commands.add_parser("wheels", help=wheelhouse.DESCRIPTION)
     wheelhouse.add_arguments(wheels)
     wheels.set_defaults(run=wheelhouse.main)

@@ -21,7 +21,7 @@ from .archs import Arch
 from .errors import ArchError, BuildError, PlatformError
 from .facts import InstalledTorch, installed_torch
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
-from .jobs import job_limit
+from .jobs import expected_peaks, job_limit
 from .kernels import Kernel, KernelTable, Row, load_table
 from .matrix import MACHINES, HostLibrary, KernelSet, Matrix, load_matrix
 from .metadata import load_project
@@ -86,7 +86,10 @@ def build(
         )
     host = host_edges(root, folder, host_compiler, project.base_version, environ)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
-    limit = job_limit(variables.max_jobs, matrix.tools.job_peak_mib)
+    names = [kernel.name for kernel in kernels]
+    peaks = expected_peaks(folder / "resources.json", compiler.name, names, matrix.tools.job_peak_mib)
+    # A file of the host library takes less than any kernel: below 100 MiB.
+    limit = job_limit(variables.max_jobs, [*peaks, *[min(peaks)] * len(host.builds)])
     notes += cuda_notes(compiler, installed_torch(environ, sys.path), matrix.default_kernel_set)
     if not quiet:
         for note in notes:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .archive import Record
 from .archs import parse_arch
 from .errors import KernelCompileError, ResourceError
 from .kernels import AllowedSpills, Kernel
@@ -73,6 +74,22 @@ def compile_kernel(nvrtc: Nvrtc, kernel: Kernel, sources: Mapping[str, str]) -> 
     report = parse_log(log)
     _check_entry_points(kernel, report, image)
     return Compiled(image, report, log)
+
+
+def record_of(kernel: Kernel, report: Report) -> Record:
+    """What the archive says of a compiled kernel; `report` is its compiler's."""
+    described = report.entries.get(kernel.entry_points[0])
+    return Record(
+        key=kernel.key,
+        arch=str(kernel.arch),
+        head_dim=kernel.head_dim,
+        block_m=kernel.tiles["block_m"],
+        block_n=kernel.tiles["block_n"],
+        threads=kernel.threads,
+        smem_bytes=kernel.smem_bytes,
+        registers=described.registers if described else 0,
+        split=kernel.split,
+    )
 
 
 _ENTRY = re.compile(r"Compiling entry function '(?P<name>[^']+)'")

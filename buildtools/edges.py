@@ -69,19 +69,7 @@ def pack_job(job: Path) -> None:
         kernel = compile.kernel_from_json(json.loads((folder / f"{name}.job").read_text(encoding="utf-8"))["kernel"])
         report_data = json.loads((folder / f"{name}.report").read_text(encoding="utf-8"))
         report = compile.report_from_json(report_data)
-        described = report.entries.get(kernel.entry_points[0])
-        record = archive.Record(
-            key=kernel.key,
-            arch=str(kernel.arch),
-            head_dim=kernel.head_dim,
-            block_m=kernel.tiles["block_m"],
-            block_n=kernel.tiles["block_n"],
-            threads=kernel.threads,
-            smem_bytes=kernel.smem_bytes,
-            registers=described.registers if described else 0,
-            split=kernel.split,
-        )
-        packed.append((record, (folder / f"{name}.image").read_bytes()))
+        packed.append((compile.record_of(kernel, report), (folder / f"{name}.image").read_bytes()))
         reports.append((kernel, report))
         resources[name] = {"smem_bytes": kernel.smem_bytes, "tiles": kernel.tiles, **report_data}
     text = json.dumps({"compiler": data["compiler"], "kernels": resources}, indent=1)

@@ -265,6 +265,18 @@ class GeneratedFileError(BuildError):
     exit_code = 49
 
 
+class JitDisabledError(BuildError):
+    """A kernel would have to be compiled at first use, and FLASH_ATTN_JIT forbids that."""
+
+    exit_code = 50
+
+
+class CacheError(BuildError):
+    """The folder for kernels that are compiled at first use cannot be written."""
+
+    exit_code = 51
+
+
 class InterruptedBuildError(BuildError):
     """The build was stopped from outside."""
 

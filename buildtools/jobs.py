@@ -5,8 +5,10 @@ Everything is read below `root`, so that a test can lay out the /proc and /sys o
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,28 +24,66 @@ class JobLimit:
     reason: str
 
 
-def job_limit(max_jobs: int | None, peak_mib: float, *, root: Path = Path("/"), cores: int | None = None) -> JobLimit:
-    """min(MAX_JOBS or cores, 80 % of the memory available / `peak_mib` of a job), at least 1.
+def job_limit(
+    max_jobs: int | None, peaks_mib: float | Sequence[float], *, root: Path = Path("/"), cores: int | None = None
+) -> JobLimit:
+    """min(MAX_JOBS or cores, as many jobs as fit into 80 % of the memory available), at least 1.
 
+    `peaks_mib`: the peak memory of every job, or of each of them; then the largest are those that run at once.
     `cores`: what the scheduler gives this process (the default asks it); a cgroup's quota lowers it.
     """
     if cores is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    reason = f"{cores} cores"
+    reason = _cores(cores)
     quota = cpu_quota(root)
     if quota is not None and quota < cores:
         cores = max(1, int(quota))
-        reason = f"the cgroup's {quota:g} cores"
+        reason = f"the cgroup's {_cores(quota)}"
     jobs = cores
     if max_jobs is not None:
         jobs, reason = max_jobs, f"MAX_JOBS={max_jobs}"
     available = available_memory(root)
     if available is not None:
-        by_memory = max(1, int(available * SHARE / (peak_mib * _MIB)))
-        if by_memory < jobs:
+        each = [peaks_mib] * jobs if isinstance(peaks_mib, (int, float)) else sorted(peaks_mib, reverse=True)
+        by_memory = _fitting(each[:jobs], available * SHARE / _MIB)
+        if by_memory < min(jobs, len(each)):
             jobs = by_memory
-            reason = f"{available // _MIB} MiB of memory, {SHARE:.0%} of it used, {peak_mib:.0f} MiB a job"
+            a_job = f"{each[0]:.0f} MiB a job" if each[0] == each[jobs - 1] else f"up to {each[0]:.0f} MiB a job"
+            reason = f"{available // _MIB} MiB of memory, {SHARE:.0%} of it used, {a_job}"
     return JobLimit(jobs, reason)
+
+
+def _cores(number: float) -> str:
+    return f"{number:g} core{'' if number == 1 else 's'}"
+
+
+def _fitting(peaks_mib: Sequence[float], budget_mib: float) -> int:
+    """How many of the jobs, from the first on, fit into the budget together; at least 1."""
+    return max(1, sum(total <= budget_mib for total in itertools.accumulate(peaks_mib)))
+
+
+def expected_peaks(resources: Path, compiler: str, kernels: Iterable[str], estimate_mib: float) -> list[float]:
+    """The peak memory in MiB that compiling each kernel is expected to take.
+
+    It is the largest one that the last build, which left `resources` (resources.json), measured for a kernel of its
+    kind by the same compiler, and `estimate_mib` where there is none.
+    """
+    measured: dict[str, float] = {}
+    try:
+        last = json.loads(resources.read_text(encoding="utf-8"))
+        if last["compiler"] == compiler:
+            for name, report in last["kernels"].items():
+                kind = kernel_kind(name)
+                measured[kind] = max(measured.get(kind, 0.0), float(report["peak_mib"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        measured = {}  # there was none, or it is damaged: it is written again by this build
+    return [measured.get(kernel_kind(name)) or estimate_mib for name in kernels]
+
+
+def kernel_kind(name: str) -> str:
+    """What decides the memory that a kernel takes to compile: fwd-sm80-d128 of fwd-sm80-bf16-d128-causal.90."""
+    parts = name.partition(".")[0].split("-")
+    return "-".join((*parts[:2], *parts[3:4]))
 
 
 def cpu_quota(root: Path) -> float | None:
@@ -77,6 +117,11 @@ def available_memory(root: Path) -> int | None:
                 # Pages of files that were only read are given back before anything is killed.
                 used_bytes = max(0, int(used) - _stat(folder, cache_name)) if used.isdigit() else 0
                 amounts.append(max(0, int(limit) - used_bytes))
+        # v1 tells here of the limits of parents that a container does not see.
+        parents = _stat(folder, "hierarchical_memory_limit")
+        used = _read(folder / "memory.usage_in_bytes").strip()
+        if 0 < parents < 1 << 60 and used.isdigit():
+            amounts.append(max(0, parents - max(0, int(used) - _stat(folder, "total_inactive_file"))))
     return min(amounts, default=None)
 
 
@@ -99,7 +144,8 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
                 continue
             top = root / mount_point.lstrip("/")
             # Inside a container the mount shows only the part of the hierarchy from `mount_root` on.
-            inside = path[len(mount_root.rstrip("/")) :] if path.startswith(mount_root) else path
+            below = f"{path}/".startswith(f"{mount_root.rstrip('/')}/")
+            inside = path[len(mount_root.rstrip("/")) :] if below else path
             folder = top / inside.lstrip("/")
             if not folder.is_dir():
                 folder = top

@@ -22,7 +22,7 @@ _HOST_KEYS = ("abi", "torch", "cxx11_abi", "machine", "platform")
 _HEADERS_BEFORE = (2, 7)
 _WHEEL_KEYS = ("kernel_set", "host_library")
 _IMAGE_KEYS = ("image", "python")
-_REQUIREMENT_KEYS = ("build", "tools")
+_REQUIREMENT_KEYS = ("build", "tools", "release")
 _BUDGET_KEYS = ("wheel_kib", "host_library_kib", "host_library_cpu_s")
 _TOOL_KEYS = ("ninja", "minimum_gxx", "job_peak_mib")
 

@@ -26,8 +26,13 @@
       const button = element("button", "Copy");
       button.type = "button";
       button.addEventListener("click", async () => {
-        await navigator.clipboard.writeText(text);
-        button.textContent = "Copied";
+        try {
+          await navigator.clipboard.writeText(text);
+          button.textContent = "Copied";
+        } catch {
+          getSelection().selectAllChildren(code); // to be copied by hand
+          button.textContent = "Selected";
+        }
         setTimeout(() => { button.textContent = "Copy"; }, 2000);
       });
       box.append(button);

@@ -161,6 +161,9 @@ def _digest(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
+# PEP 592, to a client that is given this page as --find-links: it would choose between the labels by their order.
+_NOT_AN_INDEX = "this page is for people: each folder beside it is a package index"
+
 # What the script copies from a wheel's row into the answer: its name there, and where it is in the row.
 _FACTS = (
     ("Wheel", ".file"), ("SHA-256", ".hash"), ("Size", ".size > span"), ("For", ".for > *"), ("Holds", ".holds > *"),
@@ -241,7 +244,8 @@ def _wheel_row(number: int, entry: Entry, address: Markup) -> Markup:
     torch = entry.requires.replace(">=", " ≥ ").replace("==", " ").replace(".*", "") or f"{file.name} {file.version}"
     compilers = " and ".join(filter(None, (kernels.get("compiler"), host.get("compiler")))) or "not said"
     command = element("code", f"pip install {file.name}=={file.version.public} --index-url ", address, f"{file.kind}/")
-    link = element("a", file.path.name, href=f"{entry.url}#sha256={file.sha256}", class_="file")
+    href = f"{entry.url}#sha256={file.sha256}"
+    link = element("a", file.path.name, href=href, class_="file", data_yanked=_NOT_AN_INDEX)
     digest = element("span", file.sha256, class_="hash")
     cells = [
         element("th", element("span", torch), element("small", needs), class_="for", scope="row", role="rowheader"),
@@ -296,7 +300,7 @@ def _source(sdists: Sequence[Distribution]) -> list[Markup]:
         link = element("a", file.path.name, href=url, class_="file", **named)
         digest = element("span", file.sha256, class_="hash")
         items.append(element("p", link, f" · {file.size / 1e6:.2f} MB", Markup("<br>"), digest))
-    text = "Compiles in minutes with g++ alone: pip fetches the kernel compiler, and no nvcc, GPU or torch is needed."
+    text = "Compiles in minutes with g++ alone: pip fetches the kernel compiler, and no nvcc, GPU or torch is used."
     return [element("h2", "Source", id="sources"), element("p", text), *items]
 
 

@@ -54,7 +54,8 @@ class Question:
 def questions(wheels: Sequence[PublishedWheel]) -> tuple[Question, ...]:
     """What is asked: the wheels, there or planned, decide which versions are told apart."""
     single = {wheel.variant.torch for wheel in wheels if wheel.variant.cxx11_abi is not None}
-    stable = min((w.variant.torch for w in wheels if w.variant.cxx11_abi is None), default=max(single, default=(2, 9)))
+    newest = max(single, default=(0, 0))
+    stable = min((w.variant.torch for w in wheels if w.variant.cxx11_abi is None), default=(newest[0], newest[1] + 1))
     oldest, python = min({*single, stable}), min(wheel.variant.python for wheel in wheels)
     torch = [
         Option(f"{stable[0]}.{stable[1]}+", f"{stable[0]}.{stable[1]} or newer", {"torch": "{}.{}.0".format(*stable)}),
@@ -71,7 +72,8 @@ def questions(wheels: Sequence[PublishedWheel]) -> tuple[Question, ...]:
     torch.append(Option(f"{before}-", f"{before} or older", {"torch": f"{before}.0", "cxx11_abi": False}))
     torch.append(Option(f"{stable[0] + 1}.0+", f"{stable[0] + 1}.0 or newer", {"torch": f"{stable[0] + 1}.0.0"}))
     pythons = [Option(f"3.{n}", f"3.{n}", {"python": (3, n)}) for n in range(python[1], _NEWEST_PYTHON + 1)]
-    pythons.append(Option(f"3.{_NEWEST_PYTHON + 1}+", "3.15 or newer", {"python": (3, _NEWEST_PYTHON + 1)}))
+    after = f"3.{_NEWEST_PYTHON + 1}"
+    pythons.append(Option(f"{after}+", f"{after} or newer", {"python": (3, _NEWEST_PYTHON + 1)}))
     pythons.append(Option(f"3.{python[1] - 1}-", f"3.{python[1] - 1} or older", {"python": (3, python[1] - 1)}))
     systems = [
         Option(value, label, {"system": system, "machine": machine, "libc": libc}, hint=hint)
@@ -168,15 +170,18 @@ class Choice:
         return advice
 
     def _compiles(self, pick: tuple[int, ...]) -> bool:
-        """The sdist compiles there: it makes the stable wheel for the machine that it is built on."""
+        """The sdist compiles there: it makes the stable wheel for the machine that it is built on.
+
+        The C library has to be as new as a wheel's all the same: torch's own wheels need it too.
+        """
         facts = self.facts(pick)
-        local = [
-            replace(wheel, variant=replace(wheel.variant, platform=f"linux_{facts.machine}"))
-            for wheel in self.wheels
-            if wheel.variant.cxx11_abi is None
-        ]
-        glibc = facts.system == "linux" and facts.libc is not None and facts.libc[0] == "glibc"  # torch has no other
-        return glibc and choose(facts, local).wheel is not None
+        local = []
+        for wheel in self.wheels:
+            policy = wheel.variant.platform.split("_")[:3]  # manylinux_2_28
+            if wheel.variant.cxx11_abi is None:
+                platform = "_".join((*policy, facts.machine))
+                local.append(replace(wheel, variant=replace(wheel.variant, platform=platform)))
+        return choose(facts, local).wheel is not None
 
 
 def planned_wheels(matrix: Matrix | None, wheels: Sequence[PublishedWheel]) -> list[PublishedWheel]:

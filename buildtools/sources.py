@@ -9,6 +9,9 @@ from pathlib import Path
 
 from .errors import SourceError, nearest
 
+# Where the installed package has them, below a folder like csrc, and its table beside it.
+PACKAGE_FOLDER = "_kernels_src"
+TABLE_NAME = "kernels.json"
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+(?:"(?P<quoted>[^"\n]+)"|<(?P<system>[^>\n]+)>)', re.MULTILINE)
 
 
@@ -34,6 +37,13 @@ class SourceTree:
                     headers.add(include)
                     pending.append(include)
         return {name: self._text[name] for name in [source, *sorted(headers)]}
+
+    def name_below_csrc(self, name: str) -> str:
+        """Where a file that is included as `name` lies: "kernels/common/ptx.cuh", "params.h"."""
+        path = self._path(name)
+        if path is None:
+            raise SourceError(f"csrc/kernels/{name} is not there")
+        return path.relative_to(self.csrc).as_posix()
 
     def _scan(self, name: str) -> tuple[str, ...]:
         if name in self._includes:

@@ -78,7 +78,7 @@ def _candidates(row: HostLibrary, environ: Mapping[str, str], search_path: Seque
 def cache_folder(row: HostLibrary, environ: Mapping[str, str]) -> Path:
     """Where `fetch` puts the headers of `row`: $XDG_CACHE_HOME or ~/.cache."""
     base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "flash_attn", f"torch-{row.headers}")
+    return Path(base, "flash_attn_headers", f"torch-{row.headers}")
 
 
 def fetch(row: HostLibrary, environ: Mapping[str, str]) -> Path:

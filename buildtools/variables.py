@@ -25,11 +25,13 @@ KNOWN = (
     "FLASH_ATTN_KERNELS",
     "FLASH_ATTN_HEAD_DIMS",
     "FLASH_ATTN_NVRTC",
+    "FLASH_ATTN_TORCH",
     "FLASH_ATTN_WHEELS",
     "FLASH_ATTN_LOCAL_VERSION",
     "FLASH_ATTN_NO_BUILD",
     "FLASH_ATTN_BUILD_DIR",
     "FLASH_ATTN_JIT",
+    "FLASH_ATTN_CACHE_DIR",
     "FLASH_ATTN_FAMILY",
 )
 
@@ -40,6 +42,7 @@ _OF_OTHER_TOOLS = (
     "FLASH_ATTN_BASE_IMAGE",
     "FLASH_ATTN_IMAGE",
     "FLASH_ATTN_EDGE_",
+    "FLASH_ATTN_PROVE_",
 )
 
 
@@ -76,10 +79,10 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
         )
     archs_from = next((name for name in ("FLASH_ATTN_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST") if environ.get(name)), "")
     return Variables(
-        force_build=_boolean(environ, "FORCE_BUILD") or False,
-        skip_cuda_build=_boolean(environ, "SKIP_CUDA_BUILD") or False,
-        force_cxx11_abi=_boolean(environ, "FORCE_CXX11_ABI"),
-        no_build=_boolean(environ, "FLASH_ATTN_NO_BUILD") or False,
+        force_build=boolean(environ, "FORCE_BUILD") or False,
+        skip_cuda_build=boolean(environ, "SKIP_CUDA_BUILD") or False,
+        force_cxx11_abi=boolean(environ, "FORCE_CXX11_ABI"),
+        no_build=boolean(environ, "FLASH_ATTN_NO_BUILD") or False,
         cuda_archs=environ.get(archs_from),
         cuda_archs_from=archs_from,
         kernels=_list(environ, "FLASH_ATTN_KERNELS"),
@@ -94,7 +97,8 @@ def read_variables(environ: Mapping[str, str]) -> Variables:
     )
 
 
-def _boolean(environ: Mapping[str, str], name: str) -> bool | None:
+def boolean(environ: Mapping[str, str], name: str) -> bool | None:
+    """The variable `name` (or its alias) as a boolean, None if it is not set; VariableError if it is neither."""
     values = {}
     for variable in filter(None, (name, _ALIASES.get(name))):
         text = environ.get(variable, "").strip()

@@ -31,7 +31,7 @@ from .variables import read_variables
 from .wheel import sources
 
 # Variables that change what is built; a rebuild gets them from the wheel's own records.
-_FROM_THE_WHEEL = (
+FROM_THE_WHEEL = (
     "FLASH_ATTN_CUDA_ARCHS", "TORCH_CUDA_ARCH_LIST", "FLASH_ATTN_KERNELS", "FLASH_ATTN_HEAD_DIMS", "FORCE_CXX11_ABI",
     "FLASH_ATTENTION_FORCE_CXX11_ABI", "FLASH_ATTN_LOCAL_VERSION", "SOURCE_DATE_EPOCH", "FLASH_ATTN_BUILD_DIR",
     sbom.IMAGE_VARIABLE, "SKIP_CUDA_BUILD", "FLASH_ATTENTION_SKIP_CUDA_BUILD",
@@ -138,7 +138,7 @@ def verify(
 
 def _environment(published: Published, root: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables with which the wheel was built, as far as they change its bytes."""
-    result = {key: value for key, value in environ.items() if key not in _FROM_THE_WHEEL}
+    result = {key: value for key, value in environ.items() if key not in FROM_THE_WHEEL}
     table, matrix = load_tables(root)
     wheel = find_wheel(matrix, published.bill.row, read_variables(result))
     kernels, host = published.info["kernel_set"], published.info["host"]

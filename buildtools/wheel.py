@@ -21,9 +21,11 @@ from pathlib import Path
 from . import sbom
 from .archive import FILE_NAME, write_atomically
 from .errors import ManifestError, VariableError, WheelError
+from .kernels import parse_table, read_toml
 from .manifest import MANIFEST_NAME, read_manifest
 from .matrix import load_matrix
 from .metadata import Project
+from .sources import PACKAGE_FOLDER, TABLE_NAME, SourceTree
 
 DEFAULT_EPOCH = 1577836800  # 2020-01-01; a zip file cannot say anything before 1980
 _EARLIEST = 315532800
@@ -73,15 +75,29 @@ def package_files(root: Path) -> dict[str, bytes]:
 
 
 def runtime_files(project: Project) -> dict[str, bytes]:
-    """The modules of buildtools that the installed package has, as flash_attn._buildtools."""
-    return {
+    """What the installed package compiles with at first use: modules of buildtools, kernel table and kernel sources."""
+    modules = {
         f"flash_attn/_buildtools/{name}.py": (project.root / "buildtools" / f"{name}.py").read_bytes()
         for name in project.runtime
     }
+    return {**modules, **kernel_source_files(project.root)}
+
+
+def kernel_source_files(root: Path) -> dict[str, bytes]:
+    """The kernel table, as JSON for Pythons that read no TOML, and the sources and headers that it names."""
+    data = read_toml(root / "kernels.toml")
+    tree = SourceTree(root / "csrc")
+    texts: dict[str, str] = {}
+    for source in sorted({row.source for row in parse_table(data).rows}):
+        texts.update(tree.closure(source))
+    # Not sorted: the order of a row's constants is that of its macros.
+    files = {TABLE_NAME: json.dumps(data, indent=1) + "\n"}
+    files |= {tree.name_below_csrc(name): text for name, text in texts.items()}
+    return {f"flash_attn/{PACKAGE_FOLDER}/{name}": text.encode() for name, text in files.items()}
 
 
 def _is_generated(path: Path) -> bool:
-    return path.parts[0] in ("_buildtools", *GENERATED) or "__pycache__" in path.parts
+    return path.parts[0] in ("_buildtools", PACKAGE_FOLDER, *GENERATED) or "__pycache__" in path.parts
 
 
 def dist_info(project: Project, tag: str) -> dict[str, bytes]:

@@ -44,6 +44,14 @@ def read_driver() -> DriverFacts:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         return DriverFacts(version=_kernel_module_version(), problem=f"no NVIDIA driver: {error}")
+    try:
+        return _read(cuda)
+    except AttributeError as error:  # the message names the function
+        problem = f"the NVIDIA driver is too old or not one: {error}"
+        return DriverFacts(version=_kernel_module_version(), problem=problem, broken=True)
+
+
+def _read(cuda: ctypes.CDLL) -> DriverFacts:
     number = ctypes.c_int()
     status = cuda.cuDriverGetVersion(ctypes.byref(number))
     version = _kernel_module_version()
@@ -92,13 +100,13 @@ def _kernel_module_version() -> str | None:
         return next(word for word in first.split() if word[0].isdigit() and "." in word)
     except (OSError, IndexError, StopIteration):
         pass
+    text = ctypes.create_string_buffer(96)
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
+        if nvml.nvmlInit_v2() != 0:
+            return None
+        found = nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
+        nvml.nvmlShutdown()
+    except (OSError, AttributeError):
         return None
-    text = ctypes.create_string_buffer(96)
-    if nvml.nvmlInit_v2() != 0:
-        return None
-    found = nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0
-    nvml.nvmlShutdown()
     return text.value.decode() if found else None

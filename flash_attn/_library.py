@@ -9,7 +9,6 @@ GPU, by ``flash_attn.supported`` and by ``python -m flash_attn doctor``.
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import warnings
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from typing import Any
 
 import torch
 
+from . import _jit
+from ._installed import BUILD_INFO_NAME, HOST_LIBRARY_NAME, KERNEL_SET_NAME, read_build_info, torch_matches
 from .errors import FlashAttnError, HostLibraryError, HostLibraryWarning, NotBuiltError
 
 __all__ = [
@@ -32,10 +33,6 @@ __all__ = [
     "torch_matches",
 ]
 
-HOST_LIBRARY_NAME = "libflash_attn.so"
-KERNEL_SET_NAME = "flash_attn.kernels"
-BUILD_INFO_NAME = "build_info.json"
-
 
 @dataclass(frozen=True)
 class HostLibrary:
@@ -43,28 +40,6 @@ class HostLibrary:
 
     handle: ctypes.CDLL | None
     failure: tuple[type[FlashAttnError], str] | None
-
-
-def read_build_info(package: Path) -> dict[str, Any] | None:
-    """The contents of ``build_info.json`` in ``package``, or None where it is absent or no JSON object."""
-    try:
-        info = json.loads((package / BUILD_INFO_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return info if isinstance(info, dict) else None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numeric release of a version: ``2.13.0a0+git1234`` -> (2, 13, 0)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()
-
-
-def torch_matches(requirement: str, version: str) -> bool:
-    """Whether torch ``version`` meets ``requirement``: ``>=2.10`` or ``==2.6.*`` (the two forms that wheels have)."""
-    operator, wanted = requirement[:2], _release(requirement[2:])
-    found = _release(version)
-    return found[: len(wanted)] == wanted if operator == "==" else found >= wanted
 
 
 def mismatch(host: dict[str, Any], version: str, abi: bool) -> str | None:
@@ -112,8 +87,10 @@ def load(package: Path) -> HostLibrary:
         try:
             ops: Any = torch.ops
             ops.load_library(str(path))
-            return HostLibrary(ctypes.CDLL(str(path)), None)
-        except OSError as error:
+            handle = ctypes.CDLL(str(path))
+            _jit.register(handle, package)
+            return HostLibrary(handle, None)
+        except (OSError, AttributeError) as error:  # AttributeError: a symbol that every library of this version has
             problem = f"the loader says: {error}"
     torch_wanted = f"torch{host['torch']}" if host.get("torch") else "another torch"
     text = (

@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "host/error.h"
+#include "host/jit.h"
 
 namespace flash_attn {
 
@@ -108,22 +109,26 @@ Text archs_of(const KernelSet& set, KernelGroup group) {
     if (groups++ < kListed) built.add("%s%s", built.empty() ? "" : ", ", set[i].key);
   }
   if (groups > kListed) built.add(" and %d more", groups - kListed);
-  fail("kernel %s is not built (head_dim %d needs it). Built: %s. To add it, build from source with FORCE_BUILD=1 and "
-       "with %d in FLASH_ATTN_HEAD_DIMS, or with neither FLASH_ATTN_HEAD_DIMS nor FLASH_ATTN_KERNELS set, which builds "
-       "every kernel.",
-       key.text, head_dim, built.empty() ? "nothing" : built.c_str(), missing);
+  fail_missing(
+      "kernel %s is not built (head_dim %d needs it). Built: %s. To add it, build from source with FORCE_BUILD=1 and "
+      "with %d in FLASH_ATTN_HEAD_DIMS, or with neither FLASH_ATTN_HEAD_DIMS nor FLASH_ATTN_KERNELS set, which builds "
+      "every kernel.",
+      key.text, head_dim, built.empty() ? "nothing" : built.c_str(), missing);
 }
 
-[[noreturn]] void fail_no_arch(const KernelSet& set, KernelGroup group, const DeviceFacts& gpu) {
+// `refused`: a sentence on images that the driver did not take.
+[[noreturn]] void fail_no_arch(const KernelSet& set, KernelGroup group, const DeviceFacts& gpu,
+                               const char* refused = "") {
   const char* const key = set[group.first].key;
   const Text archs = archs_of(set, group);
   if (gpu.capability() < kMinCapability) {
     fail("%s (device %d) has compute capability %d.%d; flash_attn needs 8.0 or newer. Kernel %s is built for: %s.",
          gpu.name, gpu.ordinal, gpu.major, gpu.minor, key, archs.c_str());
   }
-  fail("kernel %s is not built for %s (device %d, compute capability %d.%d); it is built for: %s. To add it, build from "
-       "source with FORCE_BUILD=1 FLASH_ATTN_CUDA_ARCHS=%d.%d.",
-       key, gpu.name, gpu.ordinal, gpu.major, gpu.minor, archs.c_str(), gpu.major, gpu.minor);
+  fail_missing(
+      "kernel %s is not built for %s (device %d, compute capability %d.%d); it is built for: %s.%s To add it, build from "
+      "source with FORCE_BUILD=1 FLASH_ATTN_CUDA_ARCHS=%d.%d.",
+      key, gpu.name, gpu.ordinal, gpu.major, gpu.minor, archs.c_str(), refused, gpu.major, gpu.minor);
 }
 
 struct Choice {
@@ -176,10 +181,11 @@ bool fits(const Record& record, int static_bytes, const DeviceFacts& gpu) {
 
 [[noreturn]] void fail_shared_memory(const Record& record, int static_bytes, const DeviceFacts& gpu) {
   const int64_t needed = static_cast<int64_t>(record.smem_bytes) + static_bytes;
-  fail("kernel %s (arch %s) needs %lld bytes of shared memory per block, and %s (device %d, compute capability %d.%d) "
-       "has %d available. Use a smaller head_dim on this GPU.",
-       record.key, record.arch, static_cast<long long>(needed), gpu.name, gpu.ordinal, gpu.major, gpu.minor,
-       gpu.shared_bytes);
+  fail_missing(
+      "kernel %s (arch %s) needs %lld bytes of shared memory per block, and %s (device %d, compute capability %d.%d) "
+      "has %d available. Use a smaller head_dim on this GPU.",
+      record.key, record.arch, static_cast<long long>(needed), gpu.name, gpu.ordinal, gpu.major, gpu.minor,
+      gpu.shared_bytes);
 }
 
 // What was being done, for check(): "<action> kernel <key> (arch 90) on NVIDIA H200 (device 0)".
@@ -191,15 +197,25 @@ struct Action {
   char text[384];
 };
 
-// Loads one image; false where the driver says that it holds no code for this GPU.
+// Whether an error says that an image is of no use to this GPU and driver, while another one may be: machine code for
+// another GPU, or PTX that the driver is too old for, has no compiler for, or is told not to compile.
+bool is_refusal(CUresult error) {
+  return error == CUDA_ERROR_NO_BINARY_FOR_GPU || error == CUDA_ERROR_JIT_COMPILER_NOT_FOUND ||
+         error == CUDA_ERROR_UNSUPPORTED_PTX_VERSION || error == CUDA_ERROR_JIT_COMPILATION_DISABLED;
+}
+
+// Loads one image; false where the driver refuses it, with the reason added to `refused`.
 bool load_module(const Driver& cuda, const KernelSet& set, const Record& record, const DeviceFacts& gpu,
-                 CUmodule* module) {
+                 CUmodule* module, Text* refused) {
   char log[2048] = {0};
   int options[2] = {CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES};
   void* values[2] = {log, reinterpret_cast<void*>(sizeof(log) - 1)};
   const CUresult error = cuda.cuModuleLoadDataEx(module, set.image(record), 2, options, values);
   if (error == CUDA_SUCCESS) return true;
-  if (error == CUDA_ERROR_NO_BINARY_FOR_GPU) return false;
+  if (is_refusal(error)) {
+    refused->add(" The driver does not take %s: %s.", record.arch, ErrorText(cuda, error).c_str());
+    return false;
+  }
   int version = 0;
   cuda.cuDriverGetVersion(&version);
   fail("%s failed: %s; the driver supports CUDA %d.%d, the kernels are from %s.%s%s",
@@ -233,14 +249,15 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   ModuleGuard guard(cuda);
   const Record* record = nullptr;
   bool any_fits = false;
+  Text refused;
   for (int i = 0; i < choice.image_count && guard.module == nullptr; ++i) {
     record = choice.images[i];
     if (!fits(*record, 0, gpu)) continue;
     any_fits = true;
-    if (!load_module(cuda, set, *record, gpu, &guard.module)) guard.module = nullptr;
+    if (!load_module(cuda, set, *record, gpu, &guard.module, &refused)) guard.module = nullptr;
   }
   if (!any_fits) fail_shared_memory(*choice.images[0], 0, gpu);
-  if (guard.module == nullptr) fail_no_arch(set, choice.group, gpu);
+  if (guard.module == nullptr) fail_no_arch(set, choice.group, gpu, refused.c_str());
 
   const EntryPoints& points = kEntryPoints[static_cast<int>(op)];
   Kernel kernel = {};
@@ -271,6 +288,14 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   return kernel;
 }
 
+// What the compiler is told of a GPU.
+void describe(const Driver& cuda, const DeviceFacts& gpu, flash_attn_compile_request* request) {
+  request->device = gpu.ordinal;
+  request->capability = gpu.capability();
+  request->shared_bytes = gpu.shared_bytes;
+  check(cuda, cuda.cuDriverGetVersion(&request->driver_version), "reading the driver's version");
+}
+
 // The device's entry of `devices`, made at its first use. Called with resolve_mutex held.
 Device& device_entry(const Driver& cuda, int ordinal) {
   Device* device = devices[ordinal].load(std::memory_order_relaxed);
@@ -285,25 +310,60 @@ Device& device_entry(const Driver& cuda, int ordinal) {
   return *device;
 }
 
-__attribute__((noinline, cold)) const Kernel& resolve_and_load(const KernelQuery& query) {
-  std::lock_guard<std::mutex> lock(resolve_mutex);
-  const Driver& cuda = driver();
-  const KernelSet& set = kernel_set();
-  Device& device = device_entry(cuda, query.device);
-  KernelSlot& slot = slot_of(device, query);
-  const Kernel* const resolved = slot.load(std::memory_order_relaxed);
-  if (resolved != nullptr) return *resolved;
-
+// The query's kernel out of a set, loaded on the device. Called with resolve_mutex held.
+const Kernel& load_from(const Driver& cuda, const KernelSet& set, const KernelQuery& query, Device& device) {
   const Choice choice = choose(set, query, device.facts);
   const char* const key = set[choice.group.first].key;
   LoadedKernel* loaded = device.loaded;
-  while (loaded != nullptr && loaded->key != key) loaded = loaded->next;
+  while (loaded != nullptr && strcmp(loaded->key, key) != 0) loaded = loaded->next;
   if (loaded == nullptr) {
     loaded = new LoadedKernel{load_kernel(cuda, set, choice, query.op, device), key, device.loaded};
     device.loaded = loaded;
   }
-  slot.store(&loaded->kernel, std::memory_order_release);
+  slot_of(device, query).store(&loaded->kernel, std::memory_order_release);
   return loaded->kernel;
+}
+
+// The families that may serve, the fastest first, as the compiler is told them.
+Text wanted_families() {
+  const int forced = forced_family();
+  Text text;
+  for (int i = 0; i < kFamilyCount; ++i) {
+    if (forced < 0 || i == forced) text.add("%s%s", text.empty() ? "" : ",", kFamilies[i]);
+  }
+  return text;
+}
+
+const KernelSet& compile(const Driver& cuda, const KernelQuery& query, const DeviceFacts& gpu,
+                         const MissingKernel& missing) {
+  const Text families = wanted_families();
+  flash_attn_compile_request request = {};
+  request.op = kOpNames[static_cast<int>(query.op)];
+  request.dtype = kDtypeNames[static_cast<int>(query.dtype)];
+  request.mask = kMaskNames[static_cast<int>(query.mask)];
+  request.families = families.c_str();
+  request.head_dim = query.head_dim;
+  describe(cuda, gpu, &request);
+  return compile_kernel(request, missing);
+}
+
+__attribute__((noinline, cold)) const Kernel& resolve_and_load(const KernelQuery& query) {
+  const Driver& cuda = driver();
+  const KernelSet* set = &kernel_set();
+  Device* device = nullptr;
+  const auto find = [&]() -> const Kernel& {
+    std::lock_guard<std::mutex> lock(resolve_mutex);
+    device = &device_entry(cuda, query.device);
+    const Kernel* const resolved = slot_of(*device, query).load(std::memory_order_relaxed);
+    return resolved != nullptr ? *resolved : load_from(cuda, *set, query, *device);
+  };
+  try {
+    return find();
+  } catch (const MissingKernel& missing) {
+    // Without the lock: the compiler waits for Python's global lock, whose holder may be waiting for this one.
+    set = &compile(cuda, query, device->facts, missing);
+  }
+  return find();
 }
 
 // Blocks that cover `length`, and a 1-D grid of them for every head and batch.
@@ -583,11 +643,22 @@ bool supported(int ordinal, char* reason, size_t size) {
       if (strncmp(images[image]->arch, "ptx", 3) == 0) ++through_ptx;
     }
   }
+  // What the set lacks for this GPU may be compiled.
+  Text how;
+  bool compiled = false;
+  if (keys > usable) {
+    flash_attn_compile_request request = {};
+    request.op = request.dtype = request.mask = "";
+    const Text families = wanted_families();
+    request.families = families.c_str();
+    describe(cuda, gpu, &request);
+    compiled = can_compile(request, &how);
+  }
   if (keys == 0) {
     text.add("the kernel set %s holds no kernel.", set.path());
   } else if (usable == 0) {
     text.add("none of the %d kernels can run; they are built for: %s.", keys, archs_of(set, group).c_str());
-    if (wants_memory == nullptr) {
+    if (wants_memory == nullptr && !compiled) {
       text.add(" Build from source with FORCE_BUILD=1 FLASH_ATTN_CUDA_ARCHS=%d.%d.", gpu.major, gpu.minor);
     }
   } else if (usable == keys - of_other_gpus) {
@@ -599,8 +670,13 @@ bool supported(int ordinal, char* reason, size_t size) {
   if (usable > 0) text.add(".");
   if (wants_memory != nullptr) text.add(" %s needs more shared memory than %d bytes.", wants_memory, gpu.shared_bytes);
   if (usable > 0 && wants_arch != nullptr) text.add(" %s is not built for this GPU.", wants_arch);
+  if (compiled) {
+    text.add(" Kernels for it are compiled at first use, %s", how.c_str());
+  } else if (!how.empty()) {
+    text.add(" They cannot be compiled at first use: %s", how.c_str());
+  }
   copy_text(reason, size, text.c_str());
-  return usable > 0;
+  return usable > 0 || compiled;
 }
 
 }  // namespace flash_attn

@@ -29,7 +29,7 @@ FLASH_ATTN_EXPORT int flash_attn_device_count(char* error, size_t n) {
   }
 }
 
-// 1 where kernels of the set can run on the device, else 0. `reason` (n bytes) says why, in either case.
+// 1 where kernels of the set can run on the device, or can be compiled for it at first use, else 0. `reason` (n bytes) says why, in either case.
 FLASH_ATTN_EXPORT int flash_attn_supported(int device, char* reason, size_t n) {
   try {
     return flash_attn::supported(device, reason, n) ? 1 : 0;

@@ -81,10 +81,7 @@ KernelSet::KernelSet(const char* path) {
   const off_t end = lseek(file.descriptor(), 0, SEEK_END);
   if (end < 0) fail("the kernel set %s cannot be read: %s.", path, strerror(errno));
   const uint64_t file_size = static_cast<uint64_t>(end);
-  if (file_size < sizeof(Header)) {
-    fail("the kernel set %s is cut short: it has %llu bytes, its header alone %zu. %s", path,
-         static_cast<unsigned long long>(file_size), sizeof(Header), kReinstall);
-  }
+  if (file_size == 0) fail("the kernel set %s is cut short: it has 0 bytes. %s", path, kReinstall);
   void* const mapped = mmap(nullptr, file_size, PROT_READ, MAP_PRIVATE, file.descriptor(), 0);
   if (mapped == MAP_FAILED) fail("the kernel set %s cannot be mapped: %s.", path, strerror(errno));
 
@@ -97,26 +94,48 @@ KernelSet::KernelSet(const char* path) {
     }
   } unmap{mapped, file_size};
 
-  base_ = static_cast<const unsigned char*>(mapped);
+  check(mapped, file_size);
+  unmap.address = nullptr;
+}
+
+KernelSet::KernelSet(const char* name, const void* archive, size_t size) {
+  copy_text(path_, sizeof(path_), name);
+  // Images lie on 64 bytes in the file, and so they do here.
+  void* const copy = aligned_alloc(kImageAlignment, (size / kImageAlignment + 1) * kImageAlignment);
+  if (copy == nullptr) fail("there is no memory for a kernel of %zu bytes.", size);
+  struct Free {
+    void* memory;
+    ~Free() { free(memory); }
+  } unless_checked{copy};
+  check(memcpy(copy, archive, size), size);
+  copy_ = copy;
+  unless_checked.memory = nullptr;
+}
+
+void KernelSet::check(const void* archive, uint64_t size) {
+  if (size < sizeof(Header)) {
+    fail("the kernel set %s is cut short: it has %llu bytes, its header alone %zu. %s", path_,
+         static_cast<unsigned long long>(size), sizeof(Header), kReinstall);
+  }
+  base_ = static_cast<const unsigned char*>(archive);
   Header header;
   memcpy(&header, base_, sizeof(header));
   if (memcmp(header.magic, kMagic, sizeof(kMagic)) != 0) {
-    fail("%s is no kernel set: its first bytes are not FLASHKS. %s", path, kReinstall);
+    fail("%s is no kernel set: its first bytes are not FLASHKS. %s", path_, kReinstall);
   }
   if (header.version != kVersion || header.record_size != sizeof(Record)) {
     fail("the kernel set %s has format %u with records of %u bytes; this library reads format %u with records of %zu. "
          "The two come from different releases. %s",
-         path, header.version, header.record_size, kVersion, sizeof(Record), kReinstall);
+         path_, header.version, header.record_size, kVersion, sizeof(Record), kReinstall);
   }
-  if (header.record_count > (file_size - sizeof(Header)) / sizeof(Record)) {
-    fail("the kernel set %s is cut short: %llu bytes cannot hold an index of %u records. %s", path,
-         static_cast<unsigned long long>(file_size), header.record_count, kReinstall);
+  if (header.record_count > (size - sizeof(Header)) / sizeof(Record)) {
+    fail("the kernel set %s is cut short: %llu bytes cannot hold an index of %u records. %s", path_,
+         static_cast<unsigned long long>(size), header.record_count, kReinstall);
   }
   memcpy(compiler_, header.compiler, sizeof(header.compiler));
   records_ = reinterpret_cast<const Record*>(base_ + sizeof(Header));
   count_ = header.record_count;
-  for (uint32_t i = 0; i < count_; ++i) check_record(i, file_size);
-  unmap.address = nullptr;
+  for (uint32_t i = 0; i < count_; ++i) check_record(i, size);
 }
 
 void KernelSet::check_record(uint32_t index, uint64_t file_size) const {

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 
 namespace flash_attn {
 
@@ -42,6 +43,12 @@ class KernelSet {
   // anything in it points outside of it: afterwards every record can be trusted.
   explicit KernelSet(const char* path);
 
+  // Copies and checks the bytes of an archive; `name` stands for a path in messages.
+  KernelSet(const char* name, const void* archive, size_t size);
+  ~KernelSet() { free(copy_); }
+  KernelSet(const KernelSet&) = delete;
+  KernelSet& operator=(const KernelSet&) = delete;
+
   uint32_t size() const { return count_; }
   const Record& operator[](uint32_t index) const { return records_[index]; }
   const void* image(const Record& record) const { return base_ + record.offset; }
@@ -49,8 +56,10 @@ class KernelSet {
   const char* path() const { return path_; }
 
  private:
+  void check(const void* archive, uint64_t size);
   void check_record(uint32_t index, uint64_t file_size) const;
 
+  void* copy_ = nullptr;  // of the bytes, where there is no file
   const unsigned char* base_ = nullptr;
   const Record* records_ = nullptr;
   uint32_t count_ = 0;

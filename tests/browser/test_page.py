@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page_support import VERSION
+from page_support import COMPILER, VERSION
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.select import Select
+from selenium.webdriver.support.ui import WebDriverWait
 
 from buildtools.manifest import read_manifest
 
@@ -61,7 +62,7 @@ def test_what_is_picked_gives_command_wheel_and_hash(
     pick(browser, **wanted)
     (wheel,) = [wheel for wheel in read_manifest(index / "wheels.json").wheels if wheel.kind == kind]
     assert command(browser) == f"pip install flash-attn=={VERSION} --index-url {url}{kind}/"
-    for text in (wheel.filename, wheel.sha256, "sm_90", "d128", "nvrtc 12.9.86", "MB"):
+    for text in (wheel.filename, wheel.sha256, "sm_90", "d128", COMPILER, "MB"):
         assert text in answer(browser)
     link = browser.find_element(By.CSS_SELECTOR, "#answer a").get_attribute("href")
     assert link == f"{url}{kind}/flash-attn/{wheel.filename}#sha256={wheel.sha256}"
@@ -78,6 +79,28 @@ def test_the_command_installs_that_wheel(browser: WebDriver, url: str, index: Pa
     (got,) = tmp_path.iterdir()
     assert got.name in answer(browser)
     assert got.read_bytes() == next(index.glob(f"*/flash-attn/{got.name}")).read_bytes()
+
+
+def test_copy(browser: WebDriver, url: str) -> None:
+    read = "const done = arguments[0]; navigator.clipboard.readText().then(done, (error) => done(`${error}`))"
+    allowed = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"], "origin": url}
+    browser.execute_cdp_cmd("Browser.grantPermissions", allowed)
+    browser.get(url)
+    pick(browser, torch="2.9")
+    button = browser.find_element(By.TAG_NAME, "button")
+    button.click()
+    WebDriverWait(browser, 10).until(lambda _: button.text != "Copy")
+    assert button.text == "Copied"
+    assert browser.execute_async_script(read) == command(browser)
+
+
+def test_where_nothing_may_be_copied_the_command_is_selected(browser: WebDriver, url: str) -> None:
+    browser.get(url)
+    browser.execute_script("navigator.clipboard.writeText = () => Promise.reject(new Error('no'))")
+    button = browser.find_element(By.TAG_NAME, "button")
+    button.click()
+    WebDriverWait(browser, 10).until(lambda _: button.text == "Selected")
+    assert browser.execute_script("return `${getSelection()}`").strip() == command(browser)
 
 
 def test_torch_comes_first_where_there_is_none(browser: WebDriver, url: str) -> None:

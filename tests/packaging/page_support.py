@@ -17,6 +17,7 @@ from buildtools.wheel import DEFAULT_EPOCH, write_wheel
 
 KEYS = [f"{op}-sm80-{dtype}-d{dim}-full" for op in ("fwd", "bwd") for dtype in ("fp16", "bf16") for dim in (64, 128)]
 MATRIX = load_matrix(ROOT / "matrix.toml")
+COMPILER = f"nvrtc {MATRIX.default_kernel_set.version}"
 VERSION = load_project(ROOT).base_version
 
 
@@ -25,7 +26,7 @@ def make_row_wheel(folder: Path, host: HostLibrary, **more: Any) -> Path:
     project = load_project(ROOT, host.label)
     project = replace(project, fields={**project.fields, "dependencies": [f"torch{host.torch}"]})
     archs = [str(arch) for arch in MATRIX.default_kernel_set.archs]
-    kernel_set = {"compiler": "nvrtc 12.9.86", "archs": archs, "keys": KEYS, "sha256": "5" * 64, **more}
+    kernel_set = {"compiler": COMPILER, "archs": archs, "keys": KEYS, "sha256": "5" * 64, **more}
     host_info = {
         "kind": host.abi, "torch": host.torch, "platform": host.platform, "cxx11_abi": host.cxx11_abi,
         "compiler": "g++ 12.2.0",

@@ -8,14 +8,16 @@ import html.parser
 import itertools
 import json
 import re
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging_support import make_wheel
-from page_support import MATRIX, VERSION, make_row_index, make_row_wheel
+from packaging_support import clean_environ, make_wheel
+from page_support import COMPILER, MATRIX, VERSION, make_row_index, make_row_wheel
 from test_index import get
 
 from buildtools.choose import Facts, choose
@@ -88,7 +90,7 @@ def test_every_wheel_is_there_without_scripts(rows: tuple[list[Path], Path, Page
             (row,) = [text for text in table.values() if digest in text]
             kind = file.name.split("-")[1].partition("+")[2] or "stable"
             assert f"pip install flash-attn=={VERSION} --index-url INDEX/{kind}/" in row
-            for held in ("sm_80", "sm_90", "PTX 80", "d64", "d128", "bf16 and fp16", "8 kernels", "nvrtc 12.9.86"):
+            for held in ("sm_80", "sm_90", "PTX 80", "d64", "d128", "bf16 and fp16", "8 kernels", COMPILER):
                 assert held in row
             assert "g++ 12.2.0" in row
             assert f"{file.stat().st_size / 1e6:.2f} MB" in row
@@ -194,7 +196,7 @@ def find(page: Page, **wanted: str) -> tuple[Any, list[str], list[str], bool]:
         ({"system": "linux-aarch64"}, "it is for x86_64, this machine is aarch64", "the row stable-aarch64", True),
         ({"system": "windows"}, "it is for Linux, this is win32", "in WSL 2", False),
         ({"system": "macos"}, "it is for Linux, this is darwin", "no NVIDIA GPUs for macOS", False),
-        ({"system": "linux-old"}, "found glibc 2.17", "another operating system: Linux x86-64", True),
+        ({"system": "linux-old"}, "found glibc 2.17", "another operating system: Linux x86-64", False),
         ({"system": "linux-musl"}, "found musl 1.2", "another operating system: Linux x86-64", False),
         ({"torch": "2.3-"}, "it is for torch 2.4 alone, found 2.3.0", "another PyTorch: 2.10 or newer", False),
         ({"torch": "3.0+"}, "torch 3 is newer", "another PyTorch: 2.10 or newer", False),
@@ -247,6 +249,31 @@ def test_the_same_files_give_the_same_page_and_the_root_is_no_index(tmp_path: Pa
             assert get(url, accept)[1] == first
         assert json.loads(get(f"{url}stable/", JSON_TYPE)[1])["projects"] == [{"name": "flash-attn"}]
         assert get(f"{url}stable/", "text/html")[1] != first
+
+
+def test_pip_never_chooses_between_the_labels_of_the_page(rows: tuple[list[Path], Path, Page], tmp_path: Path) -> None:
+    """As --find-links, the page gives no wheel, and the folder beside it the one it has."""
+    environ = clean_environ()
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-index", "--dest", str(tmp_path)]
+    command += ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "flash-attn", "--find-links"]
+    with serving(rows[1]) as url:
+        result = subprocess.run([*command, url], env=environ, capture_output=True, text=True, timeout=60)
+        assert "No matching distribution found" in result.stderr
+        subprocess.run([*command, f"{url}torch2.6.cxx11abi0/flash-attn/"], env=environ, check=True, timeout=60)
+    assert [path.name for path in tmp_path.iterdir()] == [
+        f"flash_attn-{VERSION}+torch2.6.cxx11abi0-py3-none-{PLATFORM}.whl"
+    ]
+
+
+@pytest.mark.parametrize("torch", ["2.4", "2.9"])
+def test_an_index_without_the_stable_wheel(tmp_path: Path, torch: str) -> None:
+    make_row_index(tmp_path, lambda host: host.torch == f"=={torch}.*")
+    page = Page((tmp_path / "index/index.html").read_text())
+    assert find(page, torch=torch)[0] == 0
+    wheel, reasons, advised, _ = find(page)
+    assert wheel is None
+    assert reasons == [f"it is for torch {torch} alone, found 2.10.0"]
+    assert any("the row default " in text for text in advised), advised
 
 
 def test_an_index_of_other_wheels_has_a_page_without_a_choice(tmp_path: Path, empty_wheel: Path) -> None:

@@ -233,7 +233,12 @@ def test_another_rows_wheel_is_refused(proof: Proof) -> None:
 # ---- Inside the wheel ----
 
 
-EXPORTS = {"flash_attn_version", "flash_attn_device_count", "flash_attn_supported", "flash_attn_capability"}
+def exports() -> set[str]:
+    """The library's own C functions, as its source marks them."""
+    text = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")))
+    names = set(re.findall(r"^FLASH_ATTN_EXPORT [^;{]*?\b(flash_attn_\w+)\(", text, re.MULTILINE))
+    assert "flash_attn_version" in names
+    return names
 
 
 def dynamic_symbols(library: Path) -> tuple[dict[str, str], set[str]]:
@@ -274,7 +279,22 @@ def test_symbols(proof: Proof) -> None:
     else:
         assert strong - stable == {"aoti_torch_get_data_ptr", "aoti_torch_library_impl"}
     assert strong <= torch_exports(proof.torch_folder)
-    assert defined == EXPORTS
+    assert defined == exports()
+
+
+def test_declarations_agree_with_its_torchs_headers(proof: Proof) -> None:
+    """Every function that the library declares for itself, together with the declaration of the installed torch."""
+    row = proof.case.wheel.host_library
+    shim = "torch/csrc/stable/c/shim.h" if row.per_torch is None else "torch/csrc/inductor/aoti_torch/c/shim.h"
+    code = f'#include <{shim}>\n#include "host/torch_shim.h"\n'
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-", "-DUSE_CUDA", "-Wall", "-Werror", "-I", "csrc"]
+    command += ["-isystem", str(proof.torch_folder / "include")]
+    if row.per_torch is not None:
+        code += '#include "host/compat/torch_before_2_10.cpp"\n'
+        major, minor = row.per_torch
+        command += [f"-DFLASH_ATTN_TORCH={100 * major + minor}", f"-D_GLIBCXX_USE_CXX11_ABI={int(row.cxx11_abi)}"]
+    result = subprocess.run(command, cwd=ROOT, input=code, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_platform_tag_is_true(proof: Proof) -> None:
@@ -354,6 +374,6 @@ def test_library_of_another_processor(name: str, tmp_path: Path) -> None:
     stable = set(re.findall(r"\b((?:aoti_)?torch_\w+)\(", (ROOT / "csrc" / "host" / "torch_shim.h").read_text()))
     needed, defined = dynamic_symbols(built.path)
     assert {symbol for symbol in needed if "@" not in symbol and not symbol.startswith(("_ITM_", "__gmon"))} == stable
-    assert defined == EXPORTS
+    assert defined == exports()
     wheel = rows.build_row_wheel(name, tmp_path, kernel_set=kernel_set(), folder=tmp_path, environ=clean_environ())
     assert wheel.name == f"flash_attn-2.9.0-py3-none-{row.platform}.whl"

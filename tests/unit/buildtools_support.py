@@ -95,6 +95,7 @@ job_peak_mib = 400
 [requirements]
 build = ["build"]
 tools = ["pytest"]
+release = ["twine"]
 """
 
 # What the table and the compiler tell a kernel, checked where it is compiled.

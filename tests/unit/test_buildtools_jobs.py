@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from buildtools.jobs import available_memory, cpu_quota, job_limit
+from buildtools.jobs import available_memory, cpu_quota, expected_peaks, job_limit, kernel_kind
 
 GIB = 1 << 30
 
@@ -154,3 +156,132 @@ def test_this_machine_has_an_answer():
     limit = job_limit(None, 400)
     assert limit.jobs >= 1
     assert limit.reason
+
+
+# --- more hierarchies ----------------------------------------------------------------------------------------------
+
+
+def test_cgroup_v2_nested_five_deep_the_tightest_limit_of_each_kind_counts(machine):
+    """Kubernetes: slice, pod, container, and what the container starts, each with limits of its own."""
+    files = v2("/kubepods/pod/container/job/step", cpu__max="max 100000", memory__max="max", memory__current=str(GIB))
+    base = "sys/fs/cgroup/kubepods"
+    files |= {
+        f"{base}/memory.max": str(64 * GIB), f"{base}/memory.current": str(40 * GIB), f"{base}/cpu.max": "80000 10000",
+        f"{base}/pod/memory.max": str(16 * GIB), f"{base}/pod/memory.current": str(13 * GIB),
+        f"{base}/pod/container/memory.max": str(8 * GIB), f"{base}/pod/container/memory.current": str(2 * GIB),
+        f"{base}/pod/container/cpu.max": "150000 50000", f"{base}/pod/container/job/cpu.max": "400000 100000",
+    }  # fmt: skip
+    root = machine(500, files)
+    assert available_memory(root) == 3 * GIB  # of the pod, which others use too
+    assert cpu_quota(root) == 3
+
+
+@pytest.mark.parametrize(
+    "sentinel", ["max", "9223372036854771712", "9223372036854710272", "18446744073709551615", "-1"]
+)
+def test_no_limit_is_written_in_many_ways(machine, sentinel):
+    files = v2("/job", cpu__max="max 100000", memory__max=sentinel, memory__high=sentinel, memory__current="5")
+    folder = "sys/fs/cgroup/job"
+    files |= {f"{folder}/memory.limit_in_bytes": sentinel, f"{folder}/memory.usage_in_bytes": "5"}
+    assert available_memory(machine(16, files)) == 16 * GIB
+
+
+def test_a_limit_above_the_memory_of_the_machine_is_none(machine):
+    root = machine(16, v2("/job", memory__max=str(100 * GIB), memory__current="0"))
+    assert available_memory(root) == 16 * GIB
+
+
+def test_cgroup_v1_tells_of_the_parents_that_a_container_does_not_see(machine):
+    files = v1("/", "")
+    base = "sys/fs/cgroup/memory"
+    files[f"{base}/memory.limit_in_bytes"] = "9223372036854771712\n"
+    files[f"{base}/memory.stat"] = f"total_inactive_file {GIB}\nhierarchical_memory_limit {6 * GIB}\n"
+    assert available_memory(machine(500, files)) == 5 * GIB
+
+
+def test_cgroup_v1_parents_that_are_seen_count(machine):
+    files = v1("/a/b", "/a")
+    files["sys/fs/cgroup/memory/a/b/memory.limit_in_bytes"] = f"{100 * GIB}\n"
+    files["sys/fs/cgroup/cpu,cpuacct/a/b/cpu.cfs_quota_us"] = "-1\n"
+    root = machine(500, files)
+    assert available_memory(root) == 7 * GIB
+    assert cpu_quota(root) == 2
+
+
+def test_hybrid_memory_in_v1_and_cpu_in_v2(machine):
+    files = v1("/job", "/job")
+    files["proc/self/cgroup"] = "4:memory:/job\n0::/job\n"
+    files["proc/self/mountinfo"] = V1_MOUNTS.splitlines(keepends=True)[1] + V2_MOUNT.replace(
+        "cgroup rw", "cgroup/unified rw", 1
+    )
+    files["sys/fs/cgroup/unified/job/cpu.max"] = "500000 100000\n"
+    root = machine(500, files)
+    assert available_memory(root) == 7 * GIB
+    assert cpu_quota(root) == 5
+
+
+def test_a_mount_of_another_cgroup_whose_name_begins_the_same_is_not_ours(machine):
+    files = v1("/docker/abcdef", "/docker/abcdef")
+    mounts = V1_MOUNTS.replace(":28 / ", ":28 /docker/abc ").replace("cgroup/memory rw", "cgroup/other rw")
+    files["proc/self/mountinfo"] = mounts + V1_MOUNTS
+    files["sys/fs/cgroup/other/def/memory.limit_in_bytes"] = f"{GIB}\n"
+    assert available_memory(machine(500, files)) == 7 * GIB
+
+
+@pytest.mark.parametrize("cpus", ["50000 100000", "100000 100000", "1 100000"])
+def test_less_than_a_core_is_one_job(machine, cpus):
+    assert job_limit(None, 400, root=machine(16, v2("/job", cpu__max=cpus)), cores=96).jobs == 1
+
+
+def test_nothing_left_of_a_limit_is_one_job(machine):
+    root = machine(16, v2("/job", memory__max=str(GIB), memory__current=str(2 * GIB)))
+    assert available_memory(root) == 0
+    assert job_limit(8, 400, root=root, cores=8).jobs == 1
+
+
+# --- measured peaks --------------------------------------------------------------------------------------------------
+
+
+def test_the_largest_kernels_are_those_that_run_at_once(machine):
+    root = machine(1)  # 819 MiB to use
+    assert job_limit(None, [100.0] * 50, root=root, cores=32).jobs == 8
+    limit = job_limit(None, [100.0] * 50 + [400.0, 300.0], root=root, cores=32)
+    assert limit.jobs == 3
+    assert "up to 400 MiB a job" in limit.reason
+    assert job_limit(None, [100.0] * 3, root=root, cores=32).jobs == 32  # all of them fit
+    assert job_limit(None, [2000.0], root=root, cores=32).jobs == 32  # one job is never less than one
+    assert job_limit(2, [100.0] * 50, root=root, cores=32).reason == "MAX_JOBS=2"
+
+
+def test_a_kind_is_what_decides_the_memory():
+    assert (
+        kernel_kind("fwd-sm80-bf16-d128-causal.90") == kernel_kind("fwd-sm80-fp16-d128-full.ptx80") == "fwd-sm80-d128"
+    )
+    assert kernel_kind("bwd-sm80-bf16-d128-full.90a") == "bwd-sm80-d128"
+
+
+def test_peaks_are_those_of_the_last_build(tmp_path):
+    path = tmp_path / "resources.json"
+    names = ["fwd-sm80-bf16-d64-full.80", "fwd-sm80-fp16-d64-causal.90", "bwd-sm80-bf16-d64-full.80"]
+    assert expected_peaks(path, "nvrtc 12.9.86", names, 400) == [400] * 3
+    last = {"fwd-sm80-bf16-d64-full.80": {"peak_mib": 80.0}, "fwd-sm80-bf16-d64-full.90": {"peak_mib": 120.5}}
+    path.write_text(json.dumps({"compiler": "nvrtc 12.9.86", "kernels": last}))
+    assert expected_peaks(path, "nvrtc 12.9.86", names, 400) == [120.5, 120.5, 400]
+    assert expected_peaks(path, "nvrtc 13.0.88", names, 400) == [400] * 3
+
+
+DAMAGED = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "{}",
+    *(f'{{"compiler": "c", "kernels": {text}}}' for text in ("[1]", '{"a": {}}', "{")),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_report_of_the_last_build_is_no_error(tmp_path, text):
+    path = tmp_path / "resources.json"
+    path.write_text(text)
+    assert expected_peaks(path, "c", ["fwd-sm80-bf16-d64-full.80"], 400) == [400]

@@ -148,7 +148,7 @@ def test_headers_are_looked_for_in_variable_cache_and_environment(tmp_path):
     cache = clean_environ(XDG_CACHE_HOME=str(tmp_path / "cache"))
     site = torch_folder(tmp_path / "site", "2.6.1")
     assert torch_headers.find_torch_include(OLD, cache, ["", str(site)]) == site / "torch" / "include"
-    cached = torch_folder(tmp_path / "cache" / "flash_attn" / "torch-2.6.0", "2.6.0")
+    cached = torch_folder(tmp_path / "cache" / "flash_attn_headers" / "torch-2.6.0", "2.6.0")
     assert torch_headers.find_torch_include(OLD, cache, [str(site)]) == cached / "torch" / "include"
     for named in (site, site / "torch", site / "torch" / "include"):
         environ = {**cache, "FLASH_ATTN_TORCH": str(named)}
@@ -189,7 +189,7 @@ def test_headers_are_kept_of_a_downloaded_wheel_and_nothing_else(tmp_path):
     assert torch_headers.find_torch_include(OLD, environ, []) == include
     kept = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
     assert kept == ["version.h"]
-    assert [path.name for path in (tmp_path / "cache" / "flash_attn").iterdir()] == ["torch-2.6.0"]
+    assert [path.name for path in (tmp_path / "cache" / "flash_attn_headers").iterdir()] == ["torch-2.6.0"]
     shutil.rmtree(wheel.parent)
     assert torch_headers.fetch(OLD, environ) == include  # from the cache
     missing = replace(OLD, headers="2.6.9")

@@ -69,7 +69,8 @@ def test_wheel_holds_package_library_kernels_and_licence(wheel):
     names = set(members(wheel))
     runtime = {f"flash_attn/_buildtools/{name}.py" for name in load_project(ROOT).runtime}
     info = "flash_attn-2.9.0.dist-info"
-    assert names == runtime | {
+    sources = {"kernels.json", "params.h", "kernels/common/twice.cuh", "kernels/sm80/fwd.cu", "kernels/sm80/bwd.cu"}
+    assert names == runtime | {f"flash_attn/_kernels_src/{name}" for name in sources} | {
         "flash_attn/__init__.py", "flash_attn/py.typed", "flash_attn/libflash_attn.so", "flash_attn/flash_attn.kernels",
         "flash_attn/build_info.json", f"{info}/METADATA", f"{info}/WHEEL", f"{info}/RECORD", f"{info}/licenses/LICENSE",
         "flash_attn_interface.py",

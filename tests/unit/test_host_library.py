@@ -15,7 +15,10 @@ from buildtools.host import platform_tag
 
 SHIM = ROOT / "csrc" / "host" / "torch_shim.h"
 FUNCTION = re.compile(r"\b((?:aoti_)?torch_\w+)\(")
-EXPORTS = {"flash_attn_version", "flash_attn_device_count", "flash_attn_supported", "flash_attn_capability"}
+EXPORTS = {
+    "flash_attn_version", "flash_attn_device_count", "flash_attn_supported", "flash_attn_capability",
+    "flash_attn_set_compiler", "flash_attn_compile_answer",
+}  # fmt: skip
 
 # In libtorch's stable ABI, but absent from some torch that the library runs on.
 WEAK = {"aoti_torch_get_current_cuda_stream", "torch_exception_get_what_without_backtrace"}

@@ -66,7 +66,9 @@ AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
 
 // libstdc++ asks this variable of glibc >= 2.32 whether it may count references without atomics. An own one that says no
 // lets the library load into any glibc that its platform tag promises.
-extern "C" __attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+extern "C" {
+__attribute__((visibility("hidden"))) char __libc_single_threaded = 0;
+}
 
 namespace flash_attn {
 

@@ -10,7 +10,8 @@
 //   FAKE_CUDA_MULTIPROCESSORS  of every GPU; 132 if not set
 //   FAKE_CUDA_COMPUTE  1: a launch computes
 //
-// An image is the text "fake <key> <arch> <block_m> <block_n> <split>".
+// An image is the text "fake <key> <arch> <block_m> <block_n> <split>". Real cubins and PTX are taken too: their key is
+// "fwd-real" or "bwd-real", by the entry points in them, and their arch what they say. They cannot compute.
 #include <cstdarg>
 #include <cstddef>
 #include <cstdint>
@@ -103,6 +104,27 @@ struct Function {
 
 }  // namespace
 
+// Key and arch of a real image; false where it is none.
+static bool describe_real(const void* image, char* key, char* arch) {
+  const unsigned char* const bytes = static_cast<const unsigned char*>(image);
+  const char* const text = static_cast<const char*>(image);
+  size_t size = 0;
+  if (memcmp(bytes, "\177ELF", 4) == 0) {
+    uint64_t sections = 0;
+    memcpy(&sections, bytes + 40, sizeof(sections));  // e_shoff: names and code come before
+    size = sections;
+    sprintf(arch, "%d", bytes[8] >= 8 ? bytes[49] : bytes[48]);  // e_flags, of the ABI before and since CUDA 12.8
+  } else if (const char* const target = strstr(text, ".target sm_")) {
+    size = strlen(text);
+    sprintf(arch, "ptx%d", atoi(target + strlen(".target sm_")));
+  } else {
+    return false;
+  }
+  const bool bwd = memmem(image, size, "flash_bwd_preprocess", strlen("flash_bwd_preprocess")) != nullptr;
+  strcpy(key, bwd ? "bwd-real" : "fwd-real");
+  return true;
+}
+
 // ---- The driver's functions ----
 
 #define FAKE_FAILURE(name) \
@@ -113,6 +135,12 @@ extern "C" {
 int cuInit(unsigned) {
   FAKE_FAILURE(cuInit);
   return gpus().empty() ? 100 : 0;
+}
+
+// NVRTC asks for tables of the driver's tools.
+int cuGetExportTable(const void** table, const void*) {
+  *table = nullptr;
+  return kNotFound;
 }
 
 int cuDriverGetVersion(int* version) {
@@ -152,7 +180,8 @@ int cuDeviceGetName(char* name, int length, int device) {
   return 0;
 }
 
-int cuDeviceGetAttribute(int* value, int which, int device) {
+// An image is the text "fake <key> <arch> <block_m> <block_n> <split>". Real cubins and PTX are taken too: their key is
+// "fwd-real" or "bwd-real", by the entry points in them, and their arch what they say. They cannot compute.
   const Gpu gpu = gpus().at(static_cast<size_t>(device));
   switch (which) {
     case 16: *value = attribute("FAKE_CUDA_MULTIPROCESSORS", 132); return 0;
@@ -200,9 +229,8 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* options, void** values) {
   std::lock_guard<std::mutex> lock(fake_mutex);
   char key[64], arch[16];
-  fake::Tile tile;
-  if (sscanf(static_cast<const char*>(image), "fake %63s %15s %d %d %d", key, arch, &tile.block_m, &tile.block_n,
-             &tile.split) != 5) {
+// An image is the text "fake <key> <arch> <block_m> <block_n> <split>". Real cubins and PTX are taken too: their key is
+// "fwd-real" or "bwd-real", by the entry points in them, and their arch what they say. They cannot compute.
     return 200;
   }
   void* context = nullptr;
