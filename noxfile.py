@@ -225,8 +225,9 @@ def build_wheel(session: nox.Session) -> None:
     if container and list(DIST.glob("flash_attn-*.whl")) and before != [sdist.read_bytes()]:
         session.warn("the wheel in dist/ is of other sources, so the two are not compared: run `nox -s build-wheel`")
     elif container and list(DIST.glob("flash_attn-*.whl")):
-        # Another g++ writes another host library; everything else has to be the same.
-        allowed = [f"--allow={name}" for name in ("libflash_attn.so", "build_info.json", "RECORD")]
+        # Another g++ writes another host library, and the bill names it and the image; all else has to be the same.
+        names = ("libflash_attn.so", "build_info.json", "flash_attn.cdx.json", "RECORD")
+        allowed = [f"--allow={name}" for name in names]
         session.run("python", "-m", "buildtools.compare", str(the_wheel(session)), str(wheel), *allowed)
 
 
@@ -362,7 +363,8 @@ def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
     matrix = nox.project.load_toml(MATRIX)
     platform = platform_of(session, matrix)
     pins = matrix["images"][platform]
-    image = build_image(session, os.environ.get("FLASH_ATTN_BASE_IMAGE") or pins["image"], pins["python"])
+    base = os.environ.get("FLASH_ATTN_BASE_IMAGE") or pins["image"]
+    image = build_image(session, base, pins["python"])
     create = " ".join(["--env=SOURCE_DATE_EPOCH", os.environ.get("FLASH_ATTN_ENGINE_ARGS", "")]).strip()
     tag, machine = pins["python"].split("-")[0], platform.split("_", 3)[3]
     passed = ("FLASH_ATTN_HEAD_DIMS", "FLASH_ATTN_KERNELS", "FLASH_ATTN_CUDA_ARCHS", "MAX_JOBS")
@@ -371,7 +373,8 @@ def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
         "CIBW_CONTAINER_ENGINE": f"{engine(session)}; disable_host_mount: true; create_args: {create}",
         f"CIBW_MANYLINUX_{machine.upper()}_IMAGE": image,
         "CIBW_BUILD_FRONTEND": "build; args: --no-isolation",
-        "CIBW_ENVIRONMENT": "FORCE_BUILD=1",  # never the published wheel of an sdist that lists one
+        # Never the published wheel of an sdist that lists one. The image is for the wheel's bill of materials.
+        "CIBW_ENVIRONMENT": f"FORCE_BUILD=1 FLASH_ATTN_IMAGE={base}",
         "CIBW_ENVIRONMENT_PASS_LINUX": " ".join(passed),
         # The wheel is not to be changed: the same check as outside follows.
         "CIBW_REPAIR_WHEEL_COMMAND": "cp {wheel} {dest_dir}",

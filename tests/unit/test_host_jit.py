@@ -155,7 +155,7 @@ def test_a_gpu_without_a_cubin(installed: Path, tmp_path: Path) -> None:
     answer, reason = first["supported"]
     assert answer == 1
     assert re.fullmatch(
-        r"NVIDIA B300 \(device 0, compute capability 10.3\): none of the 16 kernels can run; they are built for: 80, "
+        r"NVIDIA B300 \(device 0, compute capability 10.3\): none of the \d+ kernels can run; they are built for: 80, "
         r"90\. Kernels for it are compiled at first use, by NVRTC \d+\.\d+\.\d+ \(.*libnvrtc.*\)\.",
         reason,
     )
