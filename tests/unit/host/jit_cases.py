@@ -108,6 +108,18 @@ def case_a_missing_head_dim_is_asked_for_once() -> None:
     assert sum("key=fwd-sm80-bf16-d128-full" in line for line in loads()) == 1
 
 
+def case_only_families_that_serve_the_call_are_asked_for() -> None:
+    """Few scores go to the last family, where the fast one costs more than it saves."""
+    compiler = using((False, "not now.", None))
+    for length, families in ((1500, b"sm90,sm80"), (64, b"sm80")):
+        x = torch.zeros(1, length, 1, 256, dtype=torch.bfloat16)
+        try:
+            _ops.FWD(x, x, x, 1.0, True)
+        except RuntimeError as error:
+            assert "not now." in str(error)
+        assert compiler.asked[-1]["families"] == families
+
+
 def case_a_missing_arch_is_asked_for() -> None:
     compiler = using((True, "", one_kernel("fwd-sm80-fp16-d64-causal")))
     call("fp16", 64, causal=True)
