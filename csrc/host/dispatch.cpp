@@ -325,18 +325,19 @@ const Kernel& load_from(const Driver& cuda, const KernelSet& set, const KernelQu
 }
 
 // The families that may serve, the fastest first, as the compiler is told them.
-Text wanted_families() {
+Text wanted_families(bool every_feature) {
   const int forced = forced_family();
   Text text;
   for (int i = 0; i < kFamilyCount; ++i) {
-    if (forced < 0 || i == forced) text.add("%s%s", text.empty() ? "" : ",", kFamilies[i]);
+    const bool last = i == kFamilyCount - 1;
+    if (every_feature ? last : forced < 0 || i == forced || last) text.add("%s%s", text.empty() ? "" : ",", kFamilies[i]);
   }
   return text;
 }
 
 const KernelSet& compile(const Driver& cuda, const KernelQuery& query, const DeviceFacts& gpu,
                          const MissingKernel& missing) {
-  const Text families = wanted_families();
+  const Text families = wanted_families(query.every_feature);
   flash_attn_compile_request request = {};
   request.op = kOpNames[static_cast<int>(query.op)];
   request.dtype = kDtypeNames[static_cast<int>(query.dtype)];
@@ -649,7 +650,7 @@ bool supported(int ordinal, char* reason, size_t size) {
   if (keys > usable) {
     flash_attn_compile_request request = {};
     request.op = request.dtype = request.mask = "";
-    const Text families = wanted_families();
+    const Text families = wanted_families(false);
     request.families = families.c_str();
     describe(cuda, gpu, &request);
     compiled = can_compile(request, &how);

@@ -180,8 +180,12 @@ int cuDeviceGetName(char* name, int length, int device) {
   return 0;
 }
 
-// An image is the text "fake <key> <arch> <block_m> <block_n> <split>". Real cubins and PTX are taken too: their key is
-// "fwd-real" or "bwd-real", by the entry points in them, and their arch what they say. They cannot compute.
+int cuDeviceTotalMem_v2(size_t* bytes, int) {
+  *bytes = size_t{80} << 30;
+  return 0;
+}
+
+int cuDeviceGetAttribute(int* value, int which, int device) {
   const Gpu gpu = gpus().at(static_cast<size_t>(device));
   switch (which) {
     case 16: *value = attribute("FAKE_CUDA_MULTIPROCESSORS", 132); return 0;
@@ -229,8 +233,10 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* options, void** values) {
   std::lock_guard<std::mutex> lock(fake_mutex);
   char key[64], arch[16];
-// An image is the text "fake <key> <arch> <block_m> <block_n> <split>". Real cubins and PTX are taken too: their key is
-// "fwd-real" or "bwd-real", by the entry points in them, and their arch what they say. They cannot compute.
+  fake::Tile tile = {};
+  const int fields =
+      sscanf(static_cast<const char*>(image), "fake %63s %15s %d %d %d", key, arch, &tile.block_m, &tile.block_n, &tile.split);
+  if (fields != 5 && !describe_real(image, key, arch)) {
     return 200;
   }
   void* context = nullptr;
