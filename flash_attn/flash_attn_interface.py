@@ -3,13 +3,15 @@
 Every check happens before anything is launched. On the way of a correct plain call the checks are a handful of
 comparisons; what is wrong, and which argument, is worked out only once something is. A call that asks for more than a
 scale and a causal mask goes through :mod:`flash_attn.attend`.
+
+The arguments that flash-attn 2.8 does not have come last and are meant to be given by name. In ``flash_attn_func``
+they are not keyword-only: Python looks the default of each such argument up in a dictionary, which a plain call feels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 

@@ -326,10 +326,11 @@ const Kernel& load_from(const Driver& cuda, const KernelSet& set, const KernelQu
 
 // The families that may serve, the fastest first, as the compiler is told them.
 Text wanted_families(bool every_feature) {
-  const int forced = forced_family(), last = kFamilyCount - 1;
+  const int forced = forced_family();
   Text text;
-  for (int i = every_feature ? last : 0; i < kFamilyCount; ++i) {
-    if (forced < 0 || i == forced || i == last) text.add("%s%s", text.empty() ? "" : ",", kFamilies[i]);
+  for (int i = 0; i < kFamilyCount; ++i) {
+    const bool last = i == kFamilyCount - 1;
+    if (every_feature ? last : forced < 0 || i == forced || last) text.add("%s%s", text.empty() ? "" : ",", kFamilies[i]);
   }
   return text;
 }

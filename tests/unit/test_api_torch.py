@@ -6,7 +6,8 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
-from flash_attn import _ops, flash_attn_func
+from flash_attn import _ops, _ops_cache, _ops_general, flash_attn_func
+from flash_attn.layers.rotary import apply_rotary_emb
 
 
 def tensors(dtype=torch.float32, requires_grad=True, seqlen=193):
@@ -125,6 +126,190 @@ def test_no_work_for_gradients_nobody_wants():
         assert flash_attn_func(*inputs).grad_fn is None
     assert flash_attn_func(*tensors(requires_grad=False)).grad_fn is None
     assert flash_attn_func(*inputs).grad_fn is not None
+
+
+# Everything beside plain attention.
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def general_arguments(softcap=0.0, dropout_p=0.0):
+    """What fwd_general, attention_general and attention_packed have after their tensors, block_table left out."""
+    numbers = {"seqused_q": None, "seqused_k": int32(193, 50), "leftpad_k": int32(3, 0)}
+    sink = torch.randn(4).requires_grad_()
+    rng_state = torch.tensor([2**40 + 7, 3]) if dropout_p else None
+    tensors = (None, None, *numbers.values(), torch.rand(2, 4), sink, rng_state)
+    return (*tensors, 193, 193, 0.25, True, 50, -1, 100, softcap, dropout_p)
+
+
+@pytest.mark.parametrize("arguments", [general_arguments(softcap=5.0), general_arguments(dropout_p=0.3)])
+def test_opcheck_of_every_feature(arguments):
+    q, k, v = tensors()
+    torch.library.opcheck(_ops_general.ATTENTION_GENERAL, (q, k, v[..., :8], *arguments, False))
+    torch.library.opcheck(
+        _ops_general.ATTENTION_PACKED, (q, torch.randn(2, 193, 2, 2, 16).requires_grad_(), *arguments, True)
+    )
+    torch.library.opcheck(
+        _ops_general.ATTENTION_PACKED, (None, torch.randn(2, 193, 3, 4, 16).requires_grad_(), *arguments, True)
+    )
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (q, k, v, *arguments)]
+    torch.library.opcheck(_ops_general.FWD_GENERAL, (*detached[:8], None, *detached[8:]))
+    out, lse = _ops_general.FWD_GENERAL(*detached[:8], None, *detached[8:])
+    gradients = [torch.empty_like(x) for x in detached[:3]]
+    torch.library.opcheck(
+        _ops_general.BWD_GENERAL,
+        (torch.ones_like(out), *detached[:3], out, lse, torch.ones_like(lse), *gradients, *detached[3:], True),
+    )
+
+
+def test_opcheck_of_packed_sequences():
+    q, k, v = (x.detach()[0].requires_grad_() for x in tensors())
+    bounds = int32(0, 100, 193)
+    arguments = (bounds, bounds, *general_arguments()[2:5], None, None, None, 100, 100, 0.25, True, -1, -1, 0, 0.0, 0.0)
+    torch.library.opcheck(_ops_general.ATTENTION_GENERAL, (q, k, v, *arguments, False))
+
+
+def test_opcheck_of_caches_and_rotary_embedding():
+    q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
+    cos, sin, lengths, table = torch.rand(40, 3), torch.rand(40, 3), int32(3, 9), int32(2, 0, 1, 3).view(2, 2)
+    caches = torch.randn(4, 20, 2, 8), torch.randn(4, 20, 2, 8)
+    for index, pages in ((int32(2, 0), None), (None, table)):
+        torch.library.opcheck(
+            _ops_cache.APPEND,
+            (q, torch.empty_like(q), k, k, *caches, cos, sin, lengths, 0, int32(1, 0), index, pages, True, False),
+        )
+        torch.library.opcheck(
+            _ops_cache.APPEND, (None, None, k, k, *caches, None, None, None, 5, None, index, pages, True, True)
+        )
+        torch.library.opcheck(
+            _ops_cache.DECODE,
+            (q, *caches, lengths, None, index, pages, torch.rand(4), torch.rand(4), 0.3, True, 5, -1, 0, 2.0, 0),
+        )
+    bounds = int32(0, 2, 6)
+    torch.library.opcheck(
+        _ops_cache.ROTARY, (k[0], torch.empty_like(k[0]), cos, sin, None, 2, int32(0, 3), 3, False, True)
+    )
+    for x, options in ((q, (lengths, 0, None, 3)), (q.flatten(0, 1), (lengths, 0, bounds, 4))):
+        torch.library.opcheck(_ops_cache.ROTARY_EMBEDDING, (x.requires_grad_(), cos, sin, *options, True, False))
+
+
+SLOPES = torch.tensor([0.1, 0.2, 0.3, 0.4])
+CALLS = {
+    "window": lambda q, kv, sink: flash_attn.flash_attn_func(
+        q, *kv.unbind(2), window_size=(20, 0), softcap=5.0, alibi_slopes=SLOPES, learnable_sink=sink
+    ),
+    "kvpacked": lambda q, kv, sink: flash_attn.flash_attn_kvpacked_func(q, kv, causal=True),
+    "lse": lambda q, kv, sink: sum(
+        x.sum() for x in flash_attn.flash_attn_kvpacked_func(q, kv, attention_chunk=50, return_lse=True)
+    ),
+    "varlen": lambda q, kv, sink: flash_attn.flash_attn_varlen_kvpacked_func(
+        q.flatten(0, 1), kv.flatten(0, 1), int32(0, 90, 386), int32(0, 100, 386), 296, 286, learnable_sink=sink
+    ),
+    "plain lse": lambda q, kv, sink: flash_attn.flash_attn_func(q, *kv.unbind(2), return_lse=True)[1],
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_every_function_compiles_into_one_graph(call, backend):
+    torch._dynamo.reset()
+    inputs = (torch.randn(2, 193, 4, 16), torch.randn(2, 193, 2, 2, 16), torch.randn(4))
+    leaves = [x.requires_grad_() for x in inputs]
+
+    def loss(function):
+        found = function(*leaves).square().sum()
+        return found.detach(), *torch.autograd.grad(found, leaves, allow_unused=True)
+
+    torch.testing.assert_close(loss(torch.compile(call, fullgraph=True, backend=backend)), loss(call))
+
+
+def test_one_compiled_graph_of_packed_tensors_serves_all_lengths():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flash_attn.flash_attn_qkvpacked_func, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for seqlen in (193, 64, 77):
+        qkv = torch.randn(2, seqlen, 3, 2, 16).requires_grad_()
+        found, wanted = (f(qkv, causal=True) for f in (compiled, flash_attn.flash_attn_qkvpacked_func))
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(*(torch.autograd.grad(x.square().sum(), qkv) for x in (found, wanted)))
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1] > 0
+
+
+def test_dropout_compiles():
+    torch._dynamo.reset()
+    qkv = torch.randn(1, 100, 3, 2, 16).requires_grad_()
+    compiled = torch.compile(flash_attn.flash_attn_qkvpacked_func, fullgraph=True, backend="aot_eager")
+    out, _, probs = compiled(qkv, 0.5, return_attn_probs=True)
+    v = qkv.unbind(2)[2]
+    kept = probs.clamp(min=0)[:, :, :100, :100] / 0.5
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", kept, v), out, rtol=1e-4, atol=1e-4)
+    (grad,) = torch.autograd.grad(out.sum(), qkv)
+    assert grad.isfinite().all()
+
+
+def test_a_decoding_step_compiles():
+    torch._dynamo.reset()
+    caches = torch.randn(2, 30, 2, 8), torch.randn(2, 30, 2, 8)
+    q, k, cos, sin = torch.randn(2, 1, 4, 8), torch.randn(2, 1, 2, 8), torch.rand(30, 4), torch.rand(30, 4)
+
+    def step(k_cache, v_cache, lengths):
+        return flash_attn.flash_attn_with_kvcache(q, k_cache, v_cache, k, k, cos, sin, lengths, causal=True)
+
+    for lengths in (int32(3, 29), 7):
+        found, wanted = ([x.clone() for x in caches] for _ in range(2))
+        out = torch.compile(step, fullgraph=True, backend="aot_eager")(*found, lengths)
+        torch.testing.assert_close((out, *found), (step(*wanted, lengths), *wanted))
+
+
+def test_rotary_embedding_compiles():
+    torch._dynamo.reset()
+    x, cos, sin = torch.randn(2, 5, 4, 8).requires_grad_(), torch.rand(30, 4), torch.rand(30, 4)
+    x16 = x.detach().bfloat16().requires_grad_()
+
+    def model(x, inplace):
+        return apply_rotary_emb(x * 2, cos, sin, inplace=inplace, seqlen_offsets=int32(3, 20))
+
+    for leaf in (x, x16):
+        for inplace in (False, True):
+            found = torch.compile(model, fullgraph=True, backend="aot_eager")(leaf, inplace)
+            wanted = model(leaf, inplace)
+            torch.testing.assert_close(found, wanted)
+            torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), leaf) for y in (found, wanted)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_fake_results_of_general_calls_match_real_ones(dtype):
+    inputs = tensors(dtype, requires_grad=False)
+    bounds = int32(0, 100, 193)
+    for call in (
+        lambda q, k, v, bounds: flash_attn_func(q, k, v[..., :5], dropout_p=0.1, return_attn_probs=True),
+        lambda q, k, v, bounds: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], bounds, bounds, 100, 100, 0.1, window_size=(3, 3), return_attn_probs=True
+        ),
+        lambda q, k, v, bounds: flash_attn.flash_attn_with_kvcache(q, k, v, return_softmax_lse=True),
+    ):
+        real, meta = call(*inputs, bounds), call(*(x.to("meta") for x in (*inputs, bounds)))
+        for a, b in zip(real, meta, strict=True):
+            assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def test_autocast_of_packed_tensors():
+    qkv = torch.randn(2, 9, 3, 2, 16).requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = flash_attn.flash_attn_qkvpacked_func(qkv, window_size=(3, 0))
+    assert out.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.sum(), qkv)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": (3, 0)}])
+def test_function_transforms_are_refused(options):
+    q = torch.randn(2, 1, 5, 2, 8)
+    with pytest.raises(RuntimeError):
+        torch.func.vmap(torch.func.grad(lambda x: flash_attn_func(x, x, x, **options).sum()))(q)
 
 
 def test_public_names():

@@ -234,9 +234,9 @@ int cuModuleLoadDataEx(void** module, const void* image, unsigned count, int* op
   std::lock_guard<std::mutex> lock(fake_mutex);
   char key[64], arch[16];
   fake::Tile tile = {};
-  if (sscanf(static_cast<const char*>(image), "fake %63s %15s %d %d %d", key, arch, &tile.block_m, &tile.block_n,
-             &tile.split) != 5 &&
-      !describe_real(image, key, arch)) {
+  const int fields =
+      sscanf(static_cast<const char*>(image), "fake %63s %15s %d %d %d", key, arch, &tile.block_m, &tile.block_n, &tile.split);
+  if (fields != 5 && !describe_real(image, key, arch)) {
     return 200;
   }
   void* context = nullptr;

