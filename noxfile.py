@@ -269,6 +269,16 @@ def install_and_run(session: nox.Session, url: str, wheel: Path) -> None:
 
 
 @nox.session
+@nox.parametrize("row", [nox.param(name, id=name) for name in load_matrix(MATRIX).wheels])
+def row(session: nox.Session, row: str) -> None:
+    """The wheel of one row into dist/rows/: `nox -s "row(torch2.6-abi0)"`. The kernels are compiled once for all."""
+    install_locked(session, BUILD_LOCK)
+    session.run("python", "-m", "buildtools", "build")
+    session.run("python", "-m", "buildtools", "headers", "--row", row)
+    session.run("python", "-m", "buildtools", "wheel", "--row", row, "--out", str(DIST / "rows"))
+
+
+@nox.session
 def reproduce(session: nox.Session) -> None:
     """Builds wheels twice in different surroundings and compares; `-- --all`: every row that can be built here.
 

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from . import generate, release, reproduce, wheelhouse
+from . import wheelhouse
 from .errors import BuildError, SubsetError, nearest
 
 
@@ -54,17 +54,19 @@ def main(arguments: list[str] | None = None) -> int:
     verify.add_argument("--out", type=Path, help="build folder, kept for the next time (default: a temporary one)")
     verify.set_defaults(run=_verify)
     derived = commands.add_parser("generate", help="write what is derived from the tables: bake file, README's table")
-    generate.add_arguments(derived)
-    derived.set_defaults(run=generate.main)
+    derived.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
+    derived.set_defaults(run=_generate)
     rows = commands.add_parser("rows", help="the rows that are built in containers, as the matrix of a workflow")
     rows.add_argument("--row", default="", help="only this one")
-    rows.set_defaults(run=generate.print_rows)
-    publish = commands.add_parser("release", help="the files of a release: check, write and compare them")
-    release.add_arguments(publish)
-    publish.set_defaults(run=release.main)
-    twice = commands.add_parser("reproduce", help=reproduce.__doc__)
-    reproduce.add_arguments(twice)
-    twice.set_defaults(run=reproduce.main)
+    rows.set_defaults(run=_rows)
+    _release_arguments(commands.add_parser("release", help="the files of a release: check, write and compare them"))
+    twice = commands.add_parser("reproduce", help="build rows twice, in two surroundings, and compare")
+    twice.add_argument("--row", action="append", default=[], help="a row of matrix.toml; default: the first wheel")
+    twice.add_argument("--all", action="store_true", help="every row whose compiler and headers are here")
+    twice.add_argument("--head-dims", help="only these head dims, such as 64: quicker")
+    twice.add_argument("--archs", help="only these archs, such as 90: quicker")
+    twice.add_argument("--out", type=Path, help="keep both builds in this folder")
+    twice.set_defaults(run=_reproduce)
     wheels = commands.add_parser("wheels", help=wheelhouse.DESCRIPTION)
     wheelhouse.add_arguments(wheels)
     wheels.set_defaults(run=wheelhouse.main)
@@ -111,6 +113,46 @@ def _verify(options: argparse.Namespace) -> int:
     from .verify import main as verify
 
     return verify(options.wheel, options.out and options.out.absolute())
+
+
+def _release_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="action", required=True)
+    files = commands.add_parser("files", help="check the wheels of a release, and write its sdist, sums and index")
+    files.add_argument("wheels", nargs="+", type=Path, help="wheels, or folders of them")
+    files.add_argument("--out", type=Path, default=Path("release"), help="folder (default: release/)")
+    files.add_argument("--row", action="append", help="a row that has to be there (default: all that have an image)")
+    files.add_argument("--tag", help="the tag that is released, which has to be the version's")
+    files.add_argument("--place", action="append", default=[], help="where the files are going to be: an index URL")
+    compared = commands.add_parser("compare", help="compare a release with what a server lists")
+    compared.add_argument("out", type=Path)
+    compared.add_argument("--listing", type=Path, help="file names, one a line (default: standard input)")
+    budget = commands.add_parser("budget", help="check wheels against matrix.toml's budget")
+    budget.add_argument("wheels", nargs="+", type=Path, help="wheels, or folders of them")
+    parser.set_defaults(run=_release)
+
+
+def _release(options: argparse.Namespace) -> int:
+    from .release import main as release
+
+    return release(options)
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from .reproduce import main as reproduce
+
+    return reproduce(options)
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from .generate import main as generate
+
+    return generate(options)
+
+
+def _rows(options: argparse.Namespace) -> int:
+    from .generate import print_rows
+
+    return print_rows(options)
 
 
 def _headers(options: argparse.Namespace) -> int:

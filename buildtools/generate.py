@@ -102,10 +102,6 @@ def check(root: Path = ROOT) -> None:
         )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file is not up to date")
-
-
 def main(options: argparse.Namespace, root: Path = ROOT) -> int:
     if options.check:
         check(root)

@@ -45,9 +45,10 @@ from packaging.version import Version
 
 from .errors import BuildError, IndexPageError, ManifestError
 from .manifest import MANIFEST_NAME, Manifest, read_wheel
-from .matrix import Matrix, load_matrix
+from .matrix import load_matrix
 from .page import page_text
 
+_MATRIX = Path(__file__).resolve().parent.parent / "matrix.toml"  # tells the page which wheels are not there
 STABLE = "stable"
 JSON_TYPE = "application/vnd.pypi.simple.v1+json"
 HTML_TYPE = "application/vnd.pypi.simple.v1+html"
@@ -132,10 +133,10 @@ def _check_page(kind: str, distributions: Iterable[Distribution]) -> None:
                 )
 
 
-def write_index(files: Iterable[Path], output: Path, *, url: str = "", matrix: Matrix | None = None) -> list[Path]:
+def write_index(files: Iterable[Path], output: Path, *, url: str = "") -> list[Path]:
     """Writes the indexes of `files` under `output`, replacing what was there; returns the folder of each kind.
 
-    `url` is where `output` will be, for the page's commands; `matrix` tells it which wheels are not there.
+    `url` is where `output` will be, for the commands of the page for people.
     """
     pages: dict[str, dict[NormalizedName, list[Distribution]]] = defaultdict(lambda: defaultdict(list))
     for distribution in map(read_distribution, files):
@@ -151,7 +152,7 @@ def write_index(files: Iterable[Path], output: Path, *, url: str = "", matrix: M
         _write_kind(output / kind, projects)
     distributions = [item for projects in pages.values() for found in projects.values() for item in found]
     manifest = _write_manifest(output, distributions)
-    page = page_text(distributions, manifest, url=url, matrix=matrix)
+    page = page_text(distributions, manifest, load_matrix(_MATRIX), url=url)
     (output / "index.html").write_text(page, encoding="utf-8")
     return [output / kind for kind in sorted(pages)]
 
@@ -293,8 +294,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         if options.command == "write":
-            matrix = load_matrix(Path(__file__).resolve().parent.parent / "matrix.toml")
-            for root in write_index(options.files, options.output, url=options.url, matrix=matrix):
+            for root in write_index(options.files, options.output, url=options.url):
                 print(root)
         else:
             with serving(options.folder, port=options.port, quiet=False) as url, contextlib.suppress(KeyboardInterrupt):

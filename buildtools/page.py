@@ -112,7 +112,7 @@ def read_entry(distribution: Distribution) -> Entry:
 
 
 def page_text(
-    distributions: Iterable[Distribution], manifest: Manifest | None, *, url: str = "", matrix: Matrix | None = None
+    distributions: Iterable[Distribution], manifest: Manifest | None, matrix: Matrix, *, url: str = ""
 ) -> str:
     """The page's HTML. `url`: where the index will be, if that is known; `manifest`: the wheels to choose from."""
     files = sorted(distributions, key=lambda file: file.path.name)

@@ -184,10 +184,10 @@ class Choice:
         return choose(facts, local).wheel is not None
 
 
-def planned_wheels(matrix: Matrix | None, wheels: Sequence[PublishedWheel]) -> list[PublishedWheel]:
+def planned_wheels(matrix: Matrix, wheels: Sequence[PublishedWheel]) -> list[PublishedWheel]:
     """The rows of the matrix that the index has no wheel of, as wheels that are called like their rows."""
     planned = []
-    for row in matrix.wheels.values() if matrix and wheels else ():
+    for row in matrix.wheels.values() if wheels else ():
         host, kernels = row.host_library, row.kernel_set
         stable = host.per_torch is None
         variant = Variant(

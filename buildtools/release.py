@@ -1,7 +1,7 @@
 """What a release consists of: its files, checked against budgets, the matrix and the manifest that its sdist carries.
 
-python -m buildtools release files dist/bake --out release     (checks wheels, adds the sdist that lists them)
-python -m buildtools release compare release --listing FILE    (names that a server lists, one a line)
+python -m buildtools release files dist/bake --out release   # checks wheels, adds the sdist that lists them
+python -m buildtools release compare release --listing FILE  # names that a server lists, one a line
 """
 
 from __future__ import annotations
@@ -139,21 +139,6 @@ def compare(out: Path, listed: Iterable[str]) -> None:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(dest="action", required=True)
-    files = commands.add_parser("files", help="check the wheels of a release, and write its sdist, sums and index")
-    files.add_argument("wheels", nargs="+", type=Path, help="wheels, or folders of them")
-    files.add_argument("--out", type=Path, default=Path("release"))
-    files.add_argument("--row", action="append", help="a row that has to be there (default: all that have an image)")
-    files.add_argument("--tag", help="the tag that is released, which has to be the version's")
-    files.add_argument("--place", action="append", default=[], help="where the files are going to be: an index URL")
-    compared = commands.add_parser("compare", help="compare a release with what a server lists")
-    compared.add_argument("out", type=Path)
-    compared.add_argument("--listing", type=Path, help="file names, one a line (default: standard input)")
-    budget = commands.add_parser("budget", help="check wheels against matrix.toml's budget")
-    budget.add_argument("wheels", nargs="+", type=Path)
 
 
 def main(options: argparse.Namespace, root: Path = ROOT) -> int:

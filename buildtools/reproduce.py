@@ -211,14 +211,6 @@ def _working_folder(chosen: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--row", action="append", default=[], help="a row of matrix.toml; default: the first wheel")
-    parser.add_argument("--all", action="store_true", help="every row whose compiler and headers are here")
-    parser.add_argument("--head-dims", help="only these head dims, such as 64: quicker")
-    parser.add_argument("--archs", help="only these archs, such as 90: quicker")
-    parser.add_argument("--out", type=Path, help="keep both builds in this folder")
-
-
 def main(options: argparse.Namespace, root: Path = ROOT) -> int:
     environ = dict(os.environ)
     for name, value in (("FLASH_ATTN_HEAD_DIMS", options.head_dims), ("FLASH_ATTN_CUDA_ARCHS", options.archs)):

@@ -49,5 +49,5 @@ def make_row_index(
     files = [make_row_wheel(folder / "dist", host) for host in hosts]
     files.append(folder / "dist" / f"flash_attn-{VERSION}.tar.gz")
     files[-1].write_bytes(b"sources")
-    write_index(files, folder / "index", url=url, matrix=MATRIX)
+    write_index(files, folder / "index", url=url)
     return files

@@ -242,7 +242,7 @@ def test_a_published_row_is_no_longer_planned(tmp_path: Path) -> None:
 def test_the_same_files_give_the_same_page_and_the_root_is_no_index(tmp_path: Path) -> None:
     files = make_row_index(tmp_path, lambda host: host.abi == "stable")
     first = (tmp_path / "index/index.html").read_bytes()
-    write_index(reversed(files), tmp_path / "index", matrix=MATRIX)
+    write_index(reversed(files), tmp_path / "index")
     assert (tmp_path / "index/index.html").read_bytes() == first
     with serving(tmp_path / "index") as url:
         for accept in (JSON_TYPE, HTML_TYPE, "text/html"):
@@ -292,7 +292,7 @@ def test_what_wheels_say_is_escaped(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)>&\"'"
     host = MATRIX.host_libraries["stable-x86_64"]
     wheel = make_row_wheel(tmp_path / "dist", host, keys=[f"fwd-sm80-bf16-d64-{bad}"], sha256=bad)
-    write_index([wheel], tmp_path / "index", url=f"https://x/{bad}", matrix=MATRIX)
+    write_index([wheel], tmp_path / "index", url=f"https://x/{bad}")
     page = Page((tmp_path / "index/index.html").read_text())
     assert not page.all("img")
     assert any(bad in text for _, text in page.all("pre"))
