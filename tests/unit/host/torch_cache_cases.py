@@ -557,6 +557,15 @@ def case_append_head_dims_and_layouts() -> None:
     check_append(replace(with_query(case, 2), q_out=halves(2, 2, 4, 66)[..., 1:65]))
 
 
+def case_append_to_a_lazy_copy() -> None:
+    """A cache that shares its memory until it is written gets memory of its own."""
+    case = appending(offset=2)
+    before = case.k_cache.clone(), case.v_cache.clone()
+    check_append(replace(case, k_cache=torch._lazy_clone(case.k_cache), v_cache=torch._lazy_clone(case.v_cache)))
+    assert torch.equal(case.k_cache, before[0])
+    assert torch.equal(case.v_cache, before[1])
+
+
 def case_append_of_nothing() -> None:
     for case in (appending(b=0), appending(new=0), appending(hk=0), appending(capacity=0), appending(new=0, d=36)):
         check_append(case)
