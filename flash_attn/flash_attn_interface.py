@@ -323,7 +323,8 @@ def flash_attn_varlen_func(
         k: (Tk, Hk, D).
         v: (Tk, Hk, Dv).
         cu_seqlens_q: int32 (B + 1,): the queries of sequence b are the rows ``cu_seqlens_q[b]`` up to, and without,
-            ``cu_seqlens_q[b + 1]``. It ascends from 0 to Tq; equal neighbours are an empty sequence.
+            ``cu_seqlens_q[b + 1]``. It ascends from 0 to at most Tq; equal neighbours are an empty sequence. Rows after
+            the last sequence are nobody's: they are not read, and their output and gradients are not written.
         cu_seqlens_k: int32 (B + 1,), the same of keys.
         max_seqlen_q, max_seqlen_k: integers, at least the length of the longest sequence. Rows past them are not
             computed.

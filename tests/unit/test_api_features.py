@@ -191,6 +191,34 @@ def test_dropout_keeps_the_share_it_should_and_follows_the_seed():
     assert not torch.equal(first, second)
 
 
+def test_the_mask_is_the_kernels_hash():
+    """In plain integers, as csrc/kernels/common/dropout.cuh has it."""
+
+    def mix(x):
+        x ^= x >> 16
+        x = x * 0x7FEB352D % 2**32
+        x ^= x >> 15
+        x = x * 0x846CA68B % 2**32
+        return x ^ x >> 16
+
+    def dropped(seed, offset, index, row, column, dropout_p):
+        state = 0
+        for word in (seed, offset, index):
+            for half in (word % 2**32, word >> 32):
+                state = mix(state ^ half)
+        row_key, column_key = state, mix(state ^ 0x9E3779B9)
+        return mix(mix(row ^ row_key) ^ mix(column ^ column_key)) < int(dropout_p * 2**32)
+
+    torch.manual_seed(9)
+    seed, offset = torch.randint(0, 2**63 - 1, (2,)).tolist()
+    torch.manual_seed(9)
+    q = randn(2, 40, 3, 8, requires_grad=False)
+    torch.manual_seed(9)
+    _, _, probs = flash_attn_func(q, q, q, dropout_p=0.37, return_attn_probs=True)
+    for b, h, i, j in ((0, 0, 0, 0), (0, 2, 39, 1), (1, 0, 7, 33), (1, 2, 39, 39), *((1, 1, 3, j) for j in range(40))):
+        assert (probs[b, h, i, j] < 0).item() == dropped(seed, offset, 3 * b + h, i, j, 0.37)
+
+
 def test_dropout_under_activation_checkpointing():
     from torch.utils.checkpoint import checkpoint
 
