@@ -160,7 +160,11 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
     session.run("mypy", "buildtools", "flash_attn", "flash_attn_interface.py", "noxfile.py")
     session.run("zizmor", "--offline", "--quiet", ".github/workflows")
-    session.run("actionlint", *map(str, sorted((ROOT / ".github" / "workflows").glob("*.yml"))))
+    # Not locked: PyPI has it only as a download from elsewhere, or as forks that nobody here has vetted.
+    if actionlint := shutil.which("actionlint"):
+        session.run(actionlint, *map(str, sorted((ROOT / ".github" / "workflows").glob("*.yml"))), external=True)
+    else:
+        session.warn("actionlint is not installed: the workflows are checked by zizmor alone")
     session.run("python", "-m", "buildtools", "generate", "--check")
     check_lengths(session)
     check_locks(session)
