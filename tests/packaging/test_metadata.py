@@ -126,7 +126,7 @@ def test_filename_metadata_record_and_folder_agree(tmp_path: Path, label: str) -
     assert version.local == (label.lower().replace("-", ".").replace("_", ".") or None)
     assert sorted(map(str, tags)) == sorted(wheel.tags)
     folder = f"flash_attn-{version}.dist-info"
-    assert {path.split("/")[0] for path in wheel.names} == {"flash_attn", folder}
+    assert {path.split("/")[0] for path in wheel.names} == {"flash_attn", "flash_attn_interface.py", folder}
     assert sorted(wheel.record) == sorted(wheel.names)
     assert wheel.record.pop(f"{folder}/RECORD") == ("", "")
     for path, (digest, size) in wheel.record.items():

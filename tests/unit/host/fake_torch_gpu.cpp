@@ -2,12 +2,14 @@
 // itself runs: its operators are registered for CPU tensors, and the fake driver computes on their memory.
 //
 // Everything else goes to the real libtorch. FAKE_TORCH_FAIL names a function that fails as torch does: error code 1.
-// Memory that the library allocates begins as NaN. fake_torch_live() counts the tensors made by the library, and not freed by it, since fake_torch_forget().
+// Memory that the library allocates begins as NaN. fake_torch_live() counts the tensors made by the library, and not freed
+// by it, since fake_torch_forget().
 #include <dlfcn.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <set>
 
 #include "host/torch_shim.h"
@@ -36,9 +38,16 @@ void poison(AtenTensorHandle tensor, int64_t ndim, const int64_t* sizes, int32_t
   if (bytes > 0) memset(data, 0xff, bytes);
 }
 
+// Calls come from several threads.
+std::mutex live_mutex;
 std::set<AtenTensorHandle>& live() {
   static std::set<AtenTensorHandle> handles;
   return handles;
+}
+
+void made(AtenTensorHandle tensor) {
+  const std::lock_guard<std::mutex> lock(live_mutex);
+  live().insert(tensor);
 }
 
 }  // namespace
@@ -46,8 +55,14 @@ std::set<AtenTensorHandle>& live() {
 extern "C" {
 
 // torch frees what it was given back by itself, and may use the address again: call this before each operator.
-void fake_torch_forget() { live().clear(); }
-int fake_torch_live() { return static_cast<int>(live().size()); }
+void fake_torch_forget() {
+  const std::lock_guard<std::mutex> lock(live_mutex);
+  live().clear();
+}
+int fake_torch_live() {
+  const std::lock_guard<std::mutex> lock(live_mutex);
+  return static_cast<int>(live().size());
+}
 
 AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file, uint32_t line,
                                             TorchLibraryHandle* ret_new_torch_lib) {
@@ -71,7 +86,7 @@ AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, 
   const AOTITorchError error = real<decltype(&aoti_torch_empty_strided)>("aoti_torch_empty_strided")(
       ndim, sizes_ptr, strides_ptr, dtype, device_type, -1, ret_new_tensor);
   if (error == 0) {
-    live().insert(*ret_new_tensor);
+    made(*ret_new_tensor);
     poison(*ret_new_tensor, ndim, sizes_ptr, dtype);
   }
   return error;
@@ -82,7 +97,7 @@ AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ndi
                                               AtenTensorHandle* ret_new_tensor) {
   const AOTITorchError error = real<decltype(&aoti_torch__reinterpret_tensor)>("aoti_torch__reinterpret_tensor")(
       self, ndim, sizes_ptr, strides_ptr, storage_offset, ret_new_tensor);
-  if (error == 0) live().insert(*ret_new_tensor);
+  if (error == 0) made(*ret_new_tensor);
   return error;
 }
 
@@ -92,7 +107,10 @@ AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int
 }
 
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
-  live().erase(tensor);
+  {
+    const std::lock_guard<std::mutex> lock(live_mutex);
+    live().erase(tensor);
+  }
   return real<decltype(&aoti_torch_delete_tensor_object)>("aoti_torch_delete_tensor_object")(tensor);
 }
 
