@@ -127,17 +127,6 @@ void read_plain(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, d
   check_problem(p);
 }
 
-// An optional int32 tensor with one number for each sequence, or with one more of cumulative lengths; null for none.
-const int* read_numbers(const char* name, const Tensor& tensor, const Problem& p, int64_t count) {
-  if (!tensor) return nullptr;
-  const Argument argument = read_argument(name, tensor);
-  check_shape(argument, &count, 1);
-  check_dtype(argument, constants().int32);
-  check_device(argument, p.q.argument);
-  check_contiguous(argument);
-  return static_cast<const int*>(argument.data);
-}
-
 int64_t longest(const char* name, int64_t max_seqlen, const Rows& rows) {
   if (!rows.packed()) return rows.sizes[1];
   if (max_seqlen < 0) fail("%s is %lld; it must not be negative.", name, static_cast<long long>(max_seqlen));
@@ -145,26 +134,9 @@ int64_t longest(const char* name, int64_t max_seqlen, const Rows& rows) {
   return max_seqlen < rows.sizes[1] ? max_seqlen : rows.sizes[1];
 }
 
-// An optional fp32 tensor of one number for each head; others are converted into `copy`.
-const float* read_per_head(const Argument& argument, const Problem& p, Tensor* copy) {
-  check_device(argument, p.q.argument);
-  return static_cast<const float*>(contiguous_as(argument, constants().fp32, copy));
-}
-
 void read_modifiers(Problem& p, const Options& options) {
-  const int64_t slopes_shape[2] = {p.batch, p.heads()};
-  if (options.alibi_slopes) {
-    const Argument slopes = read_argument("alibi_slopes", options.alibi_slopes);
-    const bool one_batch = slopes.rank == 1;
-    check_shape(slopes, one_batch ? slopes_shape + 1 : slopes_shape, one_batch ? 1 : 2);
-    p.modifiers.alibi_slopes = read_per_head(slopes, p, &p.alibi_copy);
-    p.modifiers.alibi_batch_stride = one_batch ? 0 : p.heads();
-  }
-  if (options.sink) {
-    const Argument sink = read_argument("sink", options.sink);
-    check_shape(sink, slopes_shape + 1, 1);
-    p.modifiers.sink = read_per_head(sink, p, &p.sink_copy);
-  }
+  read_alibi_slopes(options.alibi_slopes, p.q.argument, p.batch, p.heads(), &p.modifiers, &p.alibi_copy);
+  read_sink(options.sink, p.q.argument, p.heads(), &p.modifiers, &p.sink_copy);
   if (options.scores.dropout_p > 0) {
     if (!options.rng_state) fail("dropout_p is %g, but rng_state is None.", options.scores.dropout_p);
     const Argument state = read_argument("rng_state", options.rng_state);
@@ -193,11 +165,11 @@ void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.softmax_scale = options.softmax_scale;
   check_problem(p);
 
-  p.sequences.cu_seqlens_q = read_numbers("cu_seqlens_q", options.cu_seqlens_q, p, p.batch + 1);
-  p.sequences.cu_seqlens_k = read_numbers("cu_seqlens_k", options.cu_seqlens_k, p, p.batch + 1);
-  p.sequences.seqused_q = read_numbers("seqused_q", options.seqused_q, p, p.batch);
-  p.sequences.seqused_k = read_numbers("seqused_k", options.seqused_k, p, p.batch);
-  p.sequences.leftpad_k = read_numbers("leftpad_k", options.leftpad_k, p, p.batch);
+  p.sequences.cu_seqlens_q = read_numbers("cu_seqlens_q", options.cu_seqlens_q, p.q.argument, p.batch + 1);
+  p.sequences.cu_seqlens_k = read_numbers("cu_seqlens_k", options.cu_seqlens_k, p.q.argument, p.batch + 1);
+  p.sequences.seqused_q = read_numbers("seqused_q", options.seqused_q, p.q.argument, p.batch);
+  p.sequences.seqused_k = read_numbers("seqused_k", options.seqused_k, p.q.argument, p.batch);
+  p.sequences.leftpad_k = read_numbers("leftpad_k", options.leftpad_k, p.q.argument, p.batch);
   read_modifiers(p, options);
   p.mask = choose_mask(options.scores, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k), &p.modifiers);
   // Rows past what is used; and packed rows, if there is no sequence that they could be of.

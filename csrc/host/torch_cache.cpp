@@ -18,17 +18,6 @@ namespace flash_attn {
 
 namespace {
 
-// An optional contiguous int32 tensor of `count` numbers on q's device; null for none.
-const int* read_numbers(const char* name, const Tensor& tensor, const Argument& first, int64_t count) {
-  if (!tensor) return nullptr;
-  const Argument argument = read_argument(name, tensor);
-  check_shape(argument, &count, 1);
-  check_dtype(argument, constants().int32);
-  check_device(argument, first);
-  check_contiguous(argument);
-  return static_cast<const int*>(argument.data);
-}
-
 // A cache as the kernels use it: where it is, or, if its rows are not ones that they can move, a copy of all of it.
 class Cache {
  public:
@@ -162,20 +151,8 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
     check_capacity(q.sizes[1] * heads / heads_kv);
     const Input q_input(q);
     Tensor alibi_copy, sink_copy;
-    if (alibi_slopes) {
-      const Argument slopes = read_argument("alibi_slopes", alibi_slopes);
-      const int64_t shape[2] = {batch, heads};
-      check_shape(slopes, slopes.rank == 1 ? shape + 1 : shape, slopes.rank == 1 ? 1 : 2);
-      check_device(slopes, q.argument);
-      params.modifiers.alibi_slopes = static_cast<const float*>(contiguous_as(slopes, constants().fp32, &alibi_copy));
-      params.modifiers.alibi_batch_stride = slopes.rank == 1 ? 0 : heads;
-    }
-    if (sink) {
-      const Argument logits = read_argument("sink", sink);
-      check_shape(logits, &heads, 1);
-      check_device(logits, q.argument);
-      params.modifiers.sink = static_cast<const float*>(contiguous_as(logits, constants().fp32, &sink_copy));
-    }
+    read_alibi_slopes(alibi_slopes, q.argument, batch, heads, &params.modifiers, &alibi_copy);
+    read_sink(sink, q.argument, heads, &params.modifiers, &sink_copy);
     params.modifiers.window_left = clamp_window(window_left);
     params.modifiers.window_right = causal ? 0 : clamp_window(window_right);
     params.modifiers.chunk = static_cast<int>(chunk > 0 && chunk < kMaxSeqlen ? chunk : 0);

@@ -156,6 +156,36 @@ const void* contiguous_as(const Argument& argument, int32_t dtype, Tensor* copy)
   return data_of(*copy);
 }
 
+const int* read_numbers(const char* name, const Tensor& tensor, const Argument& first, int64_t count) {
+  if (!tensor) return nullptr;
+  const Argument argument = read_argument(name, tensor);
+  check_shape(argument, &count, 1);
+  check_dtype(argument, constants().int32);
+  check_device(argument, first);
+  check_contiguous(argument);
+  return static_cast<const int*>(argument.data);
+}
+
+void read_alibi_slopes(const Tensor& tensor, const Argument& first, int64_t batch, int64_t heads,
+                       ScoreModifiers* modifiers, Tensor* copy) {
+  if (!tensor) return;
+  const Argument slopes = read_argument("alibi_slopes", tensor);
+  const int64_t shape[2] = {batch, heads};
+  const bool one_batch = slopes.rank == 1;
+  check_shape(slopes, one_batch ? shape + 1 : shape, one_batch ? 1 : 2);
+  check_device(slopes, first);
+  modifiers->alibi_slopes = static_cast<const float*>(contiguous_as(slopes, constants().fp32, copy));
+  modifiers->alibi_batch_stride = one_batch ? 0 : heads;
+}
+
+void read_sink(const Tensor& tensor, const Argument& first, int64_t heads, ScoreModifiers* modifiers, Tensor* copy) {
+  if (!tensor) return;
+  const Argument sink = read_argument("sink", tensor);
+  check_shape(sink, &heads, 1);
+  check_device(sink, first);
+  modifiers->sink = static_cast<const float*>(contiguous_as(sink, constants().fp32, copy));
+}
+
 PaddedRows::PaddedRows(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device)
     : sizes_{sizes[0], sizes[1], sizes[2], sizes[3]},
       columns_(padded(sizes[3])),

@@ -173,6 +173,14 @@ inline void* data_of(const Tensor& tensor) {
 // The argument as contiguous values of `dtype`: itself, or a copy that `copy` then owns.
 const void* contiguous_as(const Argument& argument, int32_t dtype, Tensor* copy);
 
+// Optional arguments, null or left alone for none; each is on the device of `first`.
+// A contiguous int32 tensor of `count` numbers, such as one for each sequence.
+const int* read_numbers(const char* name, const Tensor& tensor, const Argument& first, int64_t count);
+// (heads) or (batch, heads); and (heads). Others than contiguous fp32 are converted into `copy`.
+void read_alibi_slopes(const Tensor& tensor, const Argument& first, int64_t batch, int64_t heads,
+                       ScoreModifiers* modifiers, Tensor* copy);
+void read_sink(const Tensor& tensor, const Argument& first, int64_t heads, ScoreModifiers* modifiers, Tensor* copy);
+
 // Whether the kernels can use the rows where they are: last dimension contiguous, every row on 16 bytes.
 inline bool usable_as_is(const Rows& rows) {
   if (rows.empty()) return true;
