@@ -75,6 +75,32 @@ struct FwdTmaParams {
   alignas(64) unsigned char v_map[128];
 };
 
+// A factor for each (batch, KV head), what a quantised tensor's elements are multiplied by; null: 1.
+struct Descale {
+  const float* data;
+  long long batch;  // strides in elements; 0 where one factor serves all
+  long long head;
+};
+
+// flash_transpose_v and flash_fwd of dtype e4m3 (FP8), launched in this order on one stream: q, k and v are e4m3, out is
+// bf16. Strides of q, k and v are in elements, which are bytes, and multiples of 16, as head_dim and head_dim_v are.
+//
+// tma.q_map and tma.k_map: boxes of min(128, FA_HEAD_DIM) columns, one byte each, by block_m or block_n rows; 128-byte
+// swizzle, or 64-byte for FA_HEAD_DIM 64. tma.v_map is unused: FP8 products take V by columns only, so flash_transpose_v
+// writes it into tiles of block_n keys in the very order of shared memory, zeros after a sequence's last key and after
+// head_dim_v. Tile h * v_tiles_of_head + first(b) + n holds keys n * block_n and up of sequence b and KV head h, where
+// first(b) is b * blocks_n, or cu_seqlens_k[b] / block_n + b if packed.
+//
+// flash_transpose_v: a block for each of batch * heads_kv * blocks_n tiles, no dynamic shared memory; both kernels have the
+// record's threads. flash_fwd may be launched as its programmatic dependent.
+struct FwdFp8Params {
+  FwdTmaParams tma;
+  Descale q_descale, k_descale, v_descale;  // (B, Hk)
+  void* v_tiles;         // workspace: heads_kv * v_tiles_of_head * block_n * FA_HEAD_DIM bytes, on 128
+  int v_tiles_of_head;   // batch * blocks_n, or total_k / block_n + batch if packed
+  int blocks_n;          // ceil(seqlen_k / block_n)
+};
+
 // flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess, launched in this order on one stream.
 struct BwdParams {
   const void* dout;  // (B, Sq, H, Dv)
