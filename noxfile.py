@@ -39,6 +39,7 @@ from buildtools.pins import pinned_images, with_pins  # noqa: E402
 
 DIST = ROOT / "dist"
 BUILD_LOCK = ROOT / "docker" / "requirements-build.txt"
+NVRTC_LOCK = ROOT / "docker" / "requirements-nvrtc.txt"
 TOOLS_LOCK = ROOT / "docker" / "requirements-tools.txt"
 RELEASE_LOCK = ROOT / "docker" / "requirements-release.txt"
 MATRIX = ROOT / "matrix.toml"
@@ -123,7 +124,7 @@ def prove(session: nox.Session) -> None:
     """Every row's wheel, installed beside its real torch, used, and refused by others; arguments go to pytest.
 
     Downloads torch for each row, some 5 GB: `-- -k torch2.6` proves one row. The environments are temporary, unless
-    FLASH_ATTN_PROVE_FOLDER names a folder for them.
+    FLASH_ATTN_PROVE_FOLDER names a folder for them; FLASH_ATTN_PROVE_HEAD_DIMS=64 leaves kernels out.
     """
     install_locked(session, TOOLS_LOCK)
     install_locked(session, BUILD_LOCK)
@@ -275,9 +276,11 @@ def install_and_run(session: nox.Session, url: str, wheel: Path) -> None:
 @nox.session
 @nox.parametrize("row", [nox.param(name, id=name) for name in load_matrix(MATRIX).wheels])
 def row(session: nox.Session, row: str) -> None:
-    """The wheel of one row into dist/rows/: `nox -s "row(torch2.6-abi0)"`. The kernels are compiled once for all."""
+    """The wheel of one row into dist/rows/: `nox -s "row(torch2.6-abi0)"`. A kernel set is compiled once for all."""
     install_locked(session, BUILD_LOCK)
-    session.run("python", "-m", "buildtools", "build")
+    kernel_set = f"--kernel-set={load_matrix(MATRIX).wheels[row].kernel_set.name}"
+    session.run("python", "-m", "buildtools", "compiler", kernel_set)
+    session.run("python", "-m", "buildtools", "build", kernel_set)
     session.run("python", "-m", "buildtools", "headers", "--row", row)
     session.run("python", "-m", "buildtools", "wheel", "--row", row, "--out", str(DIST / "rows"))
 
@@ -462,6 +465,7 @@ def lock_inputs() -> dict[Path, list[str]]:
     others = {TOOLS_LOCK: "tools", RELEASE_LOCK: "release"}
     return {
         BUILD_LOCK: sorted(set(build)),
+        NVRTC_LOCK: sorted(f"{item['requirement']}=={item['version']}" for item in matrix["kernel_sets"].values()),
         **{lock: sorted(matrix["requirements"][key]) for lock, key in others.items()},
     }
 

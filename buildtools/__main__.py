@@ -16,16 +16,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m buildtools", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build", help="compile what has changed: kernel set and host library")
+    build.add_argument("--kernel-set", default="", help="of matrix.toml, by its own compiler (default: from source)")
     build.add_argument("--out", type=Path, help="build folder (default: build/)")
     build.add_argument("--quiet", action="store_true", help="no progress")
     build.set_defaults(run=_build)
+    compiler = commands.add_parser("compiler", help="fetch the compiler that a kernel set pins, unless it is here")
+    compiler.add_argument("--kernel-set", required=True, help="such as cu13")
+    compiler.set_defaults(run=_compiler)
     host = commands.add_parser("host", help="compile the host library of one row of matrix.toml, and no kernel")
     host.add_argument("--row", required=True, help="such as torch2.6-abi0")
     host.add_argument("--out", type=Path, help="build folder (default: build/)")
     host.set_defaults(run=_host)
     wheel = commands.add_parser("wheel", help="the wheel of one row: its host library and a kernel set that is there")
     wheel.add_argument("--row", required=True, help="such as torch2.6-abi0")
-    wheel.add_argument("--kernel-set", type=Path, help="the kernel set file (default: that of the last build)")
+    wheel.add_argument("--kernel-set", type=Path, help="the kernel set file (default: of the last build of the row's)")
     wheel.add_argument("--out", type=Path, default=Path("dist"), help="folder of the wheel (default: dist/)")
     wheel.set_defaults(run=_wheel)
     headers = commands.add_parser("headers", help="fetch the torch headers that a row is compiled with, if any")
@@ -84,8 +88,27 @@ def main(arguments: list[str] | None = None) -> int:
 def _build(options: argparse.Namespace) -> int:
     from .build import build
 
-    result = build(folder=options.out and options.out.absolute(), quiet=options.quiet)
+    folder = options.out and options.out.absolute()
+    result = build(kernel_set=options.kernel_set, folder=folder, quiet=options.quiet)
     print(f"{result.compiled} steps run; {len(result.kernels)} kernels in {result.kernel_set}, for {result.platform}")
+    return 0
+
+
+def _compiler(options: argparse.Namespace) -> int:
+    import tempfile
+
+    from .build import ROOT, find_compiler, load_tables
+    from .errors import NvrtcNotFoundError
+    from .kernel_compiler import fetch
+
+    kernel_set = load_tables()[1].kernel_set(options.kernel_set)
+    with tempfile.TemporaryDirectory(prefix="flash_attn_compiler_") as folder:
+        try:
+            found = find_compiler(Path(folder), os.environ, kernel_set)
+        except NvrtcNotFoundError:
+            fetch(kernel_set, ROOT, os.environ)
+            found = find_compiler(Path(folder), os.environ, kernel_set)
+    print(f"{found.path}: {found.name}, for {' '.join(map(str, sorted(found.supported)))}")
     return 0
 
 

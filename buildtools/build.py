@@ -18,10 +18,11 @@ from . import archs as arch_names
 from . import ninja_graph
 from .archive import FILE_NAME, read, write_atomically
 from .archs import Arch
-from .errors import ArchError, BuildError, PlatformError
+from .errors import ArchError, BuildError, NvrtcNotFoundError, PlatformError
 from .facts import InstalledTorch, installed_torch
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import expected_peaks, job_limit
+from .kernel_compiler import cache_folder
 from .kernels import Kernel, KernelTable, Row, load_table
 from .matrix import MACHINES, HostLibrary, KernelSet, Matrix, load_matrix
 from .metadata import load_project
@@ -62,27 +63,35 @@ class Result:
 def build(
     root: Path = ROOT,
     *,
+    kernel_set: str = "",
+    compiler: Compiler | None = None,
     folder: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     quiet: bool = False,
 ) -> Result:
-    """Build kernel set and host library of the tables in `root`, as the variables in `environ` ask, into `folder`."""
+    """Build kernel set and host library of the tables in `root`, as the variables in `environ` ask.
+
+    `folder`: of all builds; by default FLASH_ATTN_BUILD_DIR or build/. With the name of a `kernel_set`, that set is
+    built by the very compiler that it pins; without, as from source: the default set, by the first compiler that is
+    found. A `compiler` is used instead of either.
+    """
     variables = read_variables(environ)
     table, matrix = load_tables(root)
     project = load_project(root)
-    folder = folder or build_folder(root, variables)
+    wanted = matrix.kernel_set(kernel_set) if kernel_set else matrix.default_kernel_set
+    folder = kernel_set_folder(folder or build_folder(root, variables), matrix, wanted)
     make_build_folder(folder)
     notes = list(variables.notes)
     row = host_row(matrix)
     host_compiler = find_host_compiler(environ, matrix.tools.minimum_gxx, folder / "gxx.json")
-    compiler = find_compiler(folder, environ)
+    compiler = compiler or find_compiler(folder, environ, wanted if kernel_set else None)
     rows = table.select(variables.kernels, variables.head_dims)
-    kernels = table.kernels(rows, choose_archs(table, rows, matrix.default_kernel_set, variables, compiler, notes))
+    kernels = table.kernels(rows, choose_archs(table, rows, wanted, variables, compiler, notes))
     if not kernels:
         raise ArchError(
             f"{compiler.name} of {compiler.where} can compile for none of the archs of kernel set "
-            f"{matrix.default_kernel_set.name}: {arch_names.format_archs(matrix.default_kernel_set.archs)}",
-            fix=f"`pip install {matrix.default_kernel_set.pin}`, or name others in FLASH_ATTN_CUDA_ARCHS",
+            f"{wanted.name}: {arch_names.format_archs(wanted.archs)}",
+            fix=f"`pip install {wanted.pin}`, or name others in FLASH_ATTN_CUDA_ARCHS",
         )
     host = host_edges(root, folder, host_compiler, project.base_version, environ)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
@@ -90,7 +99,9 @@ def build(
     peaks = expected_peaks(folder / "resources.json", compiler.name, names, matrix.tools.job_peak_mib)
     # A file of the host library takes less than any kernel: below 100 MiB.
     limit = job_limit(variables.max_jobs, [*peaks, *[min(peaks)] * len(host.builds)])
-    notes += cuda_notes(compiler, installed_torch(environ, sys.path), matrix.default_kernel_set)
+    notes += (
+        cuda_notes(compiler, installed_torch(environ, sys.path), matrix.default_kernel_set) if not kernel_set else []
+    )
     if not quiet:
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -106,9 +117,9 @@ def build(
         platform, why_not = platform_tag(folder / LIBRARY, row.platform)
         if why_not and not quiet:
             print(f"note: {why_not}; the wheel is tagged {platform}, for machines like this one", file=sys.stderr)
-        kernel_set = kernel_set_info(folder / FILE_NAME)
         host_facts = host_info(row, host_compiler, platform)
-        write_atomically(info, build_info_text(project.base_version, kernel_set, host_facts))
+        kernels_facts = kernel_set_info(folder / FILE_NAME)
+        write_atomically(info, build_info_text(project.base_version, kernels_facts, host_facts))
     return Result(
         folder=folder,
         kernel_set=folder / FILE_NAME,
@@ -165,6 +176,11 @@ def build_folder(root: Path, variables: Variables) -> Path:
     return Path(variables.build_dir).absolute() if variables.build_dir else root / "build"
 
 
+def kernel_set_folder(folder: Path, matrix: Matrix, kernel_set: KernelSet) -> Path:
+    """Where below the build folder a kernel set is built: the default one in it, so that from source it is the same."""
+    return folder if kernel_set == matrix.default_kernel_set else folder / "kernel_sets" / kernel_set.name
+
+
 def make_build_folder(folder: Path) -> None:
     """Make `folder`; BuildError if it cannot be written."""
     try:
@@ -190,9 +206,29 @@ def edge_environment(root: Path, environ: Mapping[str, str], compiler: Compiler)
     }
 
 
-def find_compiler(folder: Path, environ: Mapping[str, str]) -> Compiler:
-    """The NVRTC to use. What it can do is asked once and kept in `folder`, as long as the file stays the same."""
-    return find_nvrtc(environ, sys.path, lambda found: _ask(found, folder / "nvrtc.json"))
+def find_compiler(folder: Path, environ: Mapping[str, str], pinned_by: KernelSet | None = None) -> Compiler:
+    """The first NVRTC that is found, or the one that a kernel set pins.
+
+    What it can do is asked once and kept in `folder`, as long as the file stays the same.
+    """
+    note = folder / "nvrtc.json"
+    if pinned_by is None:
+        return find_nvrtc(environ, sys.path, lambda found: _ask(found, note))
+
+    def exact(found: FoundNvrtc) -> Compiler:
+        compiler = _ask(found, note)
+        if compiler.version != pinned_by.version:
+            raise NvrtcNotFoundError(f"{compiler.name} of {found.where} is not it")
+        return compiler
+
+    try:
+        return find_nvrtc(environ, [str(cache_folder(pinned_by, environ)), *sys.path], exact)
+    except NvrtcNotFoundError as error:
+        raise NvrtcNotFoundError(
+            f"nvrtc {pinned_by.version}, which compiles the kernel set {pinned_by.name}, is not here",
+            why=error.why or error.what,
+            fix=f"`python -m buildtools compiler --kernel-set {pinned_by.name}` fetches it",
+        ) from None
 
 
 def _ask(found: FoundNvrtc, cache: Path) -> Compiler:

@@ -16,6 +16,9 @@ from .errors import ArchError, FactError, ManifestError, nearest
 
 # The major version of torch that the wheels' ABIs were made for. Another one may change anything.
 TORCH_MAJOR = 2
+# The first driver of each CUDA major. It loads machine code of every compiler of its major ("minor version
+# compatibility") and of earlier ones, and refuses that of a later major.
+FIRST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 # Local version labels of torch's own releases. Any other one is of a build whose ABI nobody knows.
 _RELEASE_LABELS = re.compile(r"(cpu|cu\d+|rocm\d+|xpu)(\..*|_full)?")
 _VERSION = re.compile(
@@ -253,9 +256,13 @@ def _against_torch(facts: Facts, variant: Variant) -> list[str]:
 
 def _against_kernels(facts: Facts, variant: Variant) -> list[str]:
     major = variant.compiler[0]
+    first = FIRST_DRIVERS.get(major)
+    needed = f"its kernels need a driver for CUDA {major} or newer" + (f" ({first} or newer)" if first else "")
     if facts.cuda is not None and facts.cuda[0] < major:
         driver = f"driver {facts.driver}" if facts.driver else "the driver"
-        return [f"its kernels need a driver for CUDA {major} or newer, {driver} serves CUDA {_dotted(facts.cuda)}"]
+        return [f"{needed}, {driver} serves CUDA {_dotted(facts.cuda)}"]
+    if facts.cuda is None and facts.driver and first and _numbers(facts.driver) < _numbers(first):
+        return [f"{needed}, found driver {facts.driver}"]
     if facts.gpus and not any(_native(gpu, variant) or _by_ptx(gpu, facts, variant) for gpu in facts.gpus):
         found = ", ".join(f"{gpu // 10}.{gpu % 10}" for gpu in facts.gpus)
         return [f"it has no kernel for compute capability {found} (it has {' '.join(map(str, variant.archs))})"]
@@ -414,6 +421,10 @@ def known_cxx11_abi(torch: str) -> bool | None:
 def _pair(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     return int(major), int(minor)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def _dotted(numbers: Sequence[Any]) -> str:

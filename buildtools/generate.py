@@ -31,12 +31,8 @@ def target_name(wheel: Wheel) -> str:
 
 
 def baked(matrix: Matrix) -> list[Wheel]:
-    """The wheels that are built in containers: of the default kernel set, on a platform that has an image."""
-    return [
-        wheel
-        for wheel in matrix.wheels.values()
-        if wheel.kernel_set == matrix.default_kernel_set and wheel.host_library.platform in matrix.images
-    ]
+    """The wheels that are built in containers: those for a platform that has an image."""
+    return [wheel for wheel in matrix.wheels.values() if wheel.host_library.platform in matrix.images]
 
 
 def bake_file(matrix: Matrix) -> str:
@@ -49,7 +45,12 @@ def bake_file(matrix: Matrix) -> str:
             "contexts": {"sources": "dist"},
             "target": "out",
             "platforms": [f"linux/{_DOCKER_MACHINES[wheel.host_library.machine]}"],
-            "args": {"BASE_IMAGE": image.image, "PYTHON": image.python, "ROW": wheel.name},
+            "args": {
+                "BASE_IMAGE": image.image,
+                "PYTHON": image.python,
+                "KERNEL_SET": wheel.kernel_set.name,
+                "ROW": wheel.name,
+            },
             "output": ["type=local,dest=dist/bake"],
         }
     data = {"group": {"default": {"targets": list(targets)}}, "target": targets}

@@ -120,6 +120,15 @@ class Matrix:
         """The kernel set of the first wheel, which a build from source follows."""
         return next(iter(self.wheels.values())).kernel_set
 
+    def kernel_set(self, name: str) -> KernelSet:
+        """The kernel set called `name`; TableError with the nearest if there is none."""
+        return self.kernel_sets[choice_of(name, self.kernel_sets, "the kernel set")]
+
+    def label(self, wheel: Wheel) -> str:
+        """The local version label that tells a wheel from the first one: its kernel set's name, its torch and ABI."""
+        own = "" if wheel.kernel_set == self.default_kernel_set else wheel.kernel_set.name
+        return ".".join(filter(None, (own, wheel.host_library.label)))
+
 
 def load_matrix(path: Path, table: KernelTable | None = None) -> Matrix:
     """matrix.toml; with `table`, the archs are checked against kernels.toml."""
@@ -151,9 +160,9 @@ def parse_matrix(data: Mapping[str, Any], name: str = "matrix.toml", table: Kern
         )
     if not wheels:
         raise TableError(f"{name}: wheels is empty", fix="a wheel is a kernel_set and a host_library")
-    named = {wheel.host_library.name for wheel in wheels.values()}
     default = next(iter(wheels.values())).kernel_set
-    # A row is one stanza: a host library that no wheel names is put together with the first wheel's kernel set.
+    named = {wheel.host_library.name for wheel in wheels.values() if wheel.kernel_set == default}
+    # A row is one stanza: a host library gets a wheel with the first wheel's kernel set, unless one is named.
     wheels |= {key: Wheel(key, default, host) for key, host in hosts.items() if key not in named}
     return Matrix(
         kernel_sets=kernel_sets,

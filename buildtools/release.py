@@ -59,13 +59,15 @@ def check_rows(manifest: Manifest, matrix: Matrix, rows: Iterable[str]) -> None:
             wheel.variant.requirement.removeprefix("torch"),
             wheel.variant.cxx11_abi,
             wheel.variant.platform,
+            wheel.variant.compiler,
         ): wheel.filename
         for wheel in manifest.wheels
     }
     missing = []
     for row in rows:
-        host = matrix.wheels[row].host_library
-        if not found.pop((host.torch, host.cxx11_abi if host.per_torch else None, host.platform), None):
+        host, kernels = matrix.wheels[row].host_library, matrix.wheels[row].kernel_set
+        abi, compiler = host.cxx11_abi if host.per_torch else None, tuple(map(int, kernels.version.split(".")))
+        if not found.pop((host.torch, abi, host.platform, compiler), None):
             missing.append(row)
     if missing or found:
         raise ManifestError(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .build import ROOT, load_tables
+from .build import ROOT, find_compiler, load_tables
 from .compare import compare_wheels, explain
 from .errors import BuildError, WheelDifferenceError
 from .matrix import HostLibrary, Wheel
@@ -85,9 +85,8 @@ def reproduce(
     wheels, skipped = [], {}
     for name in names:
         wheel = find_wheel(matrix, name, variables)
-        if wheel.kernel_set != matrix.default_kernel_set:
-            skipped[name] = f"the kernel set {wheel.kernel_set.name} is not that of a build from source"
         try:
+            find_compiler(folder, environ, wheel.kernel_set)
             row_compiler(wheel.host_library, environ, matrix.tools.minimum_gxx, folder / "gxx.json")
             find_torch_include(wheel.host_library, environ, sys.path)
         except BuildError as error:
@@ -119,7 +118,10 @@ def _build(
     for made in (home, out):
         made.mkdir(parents=True, exist_ok=True)
     prefix = _ELSEWHERE if place.elsewhere and can_be_elsewhere() else ()
-    _run([*prefix, sys.executable, "-m", "buildtools", "build", "--quiet"], tree, environ, place.umask)
+    for kernel_set in {wheel.kernel_set.name: wheel.kernel_set for wheel in wheels}.values():
+        compiler = find_compiler(base, os.environ, kernel_set).path.parent
+        command = [sys.executable, "-m", "buildtools", "build", "--quiet", "--kernel-set", kernel_set.name]
+        _run([*prefix, *command], tree, {**environ, "FLASH_ATTN_NVRTC": str(compiler)}, place.umask)
     result = {}
     for wheel in wheels:
         target = out / wheel.name

@@ -14,7 +14,16 @@ from pathlib import Path
 
 from . import archs, ninja_graph
 from .archive import FILE_NAME, read
-from .build import ROOT, build_folder, build_info_text, host_info, kernel_set_info, load_tables, make_build_folder
+from .build import (
+    ROOT,
+    build_folder,
+    build_info_text,
+    host_info,
+    kernel_set_folder,
+    kernel_set_info,
+    load_tables,
+    make_build_folder,
+)
 from .errors import TableError, WheelError, nearest
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import job_limit
@@ -121,12 +130,14 @@ def build_row_wheel(
 ) -> Path:
     """Write the wheel of the row `name` into `output`: its host library and a kernel set, which is not made here.
 
-    `kernel_set`: its file; by default that of the last build in `folder`.
+    `kernel_set`: its file; by default that of the last build of the row's kernel set in `folder`.
     """
     variables = read_variables(environ)
     table, matrix = load_tables(root)
     wheel = find_wheel(matrix, name, variables)
-    kernels = kernel_set or (folder or build_folder(root, variables)) / FILE_NAME
+    kernels = (
+        kernel_set or kernel_set_folder(folder or build_folder(root, variables), matrix, wheel.kernel_set) / FILE_NAME
+    )
     _check_kernel_set(kernels, wheel, table, variables)
     host = build_host(name, root=root, folder=folder, environ=environ)
     project = row_project(root, matrix, wheel, variables)
@@ -145,8 +156,7 @@ def build_row_wheel(
 
 def row_project(root: Path, matrix: Matrix, wheel: Wheel, variables: Variables) -> Project:
     """The project's metadata as this row's wheel has it: its torch, and a local version label that tells it apart."""
-    kernel_set = "" if wheel.kernel_set == matrix.default_kernel_set else wheel.kernel_set.name
-    label = ".".join(filter(None, (kernel_set, wheel.host_library.label, variables.local_version)))
+    label = ".".join(filter(None, (matrix.label(wheel), variables.local_version)))
     project = load_project(root, label)
     requirement = f"torch{wheel.host_library.torch}"
     others = [item for item in project.fields.get("dependencies", ()) if not item.startswith("torch")]
@@ -155,8 +165,11 @@ def row_project(root: Path, matrix: Matrix, wheel: Wheel, variables: Variables) 
 
 def _check_kernel_set(path: Path, wheel: Wheel, table: KernelTable, variables: Variables) -> None:
     """The file is what the table calls the wheel's kernel set: its compiler, archs and kernels."""
+    how = (
+        f"`python -m buildtools build --kernel-set {wheel.kernel_set.name}` makes it; or name a file with --kernel-set"
+    )
     if not path.is_file():
-        raise WheelError(f"{path} is not there", why="a row's wheel holds a compiled kernel set", fix=_BUILD)
+        raise WheelError(f"{path} is not there", why="a row's wheel holds a compiled kernel set", fix=how)
     archive = read(path)
     wanted = wheel.kernel_set
     rows = table.select(variables.kernels, variables.head_dims)
@@ -169,7 +182,4 @@ def _check_kernel_set(path: Path, wheel: Wheel, table: KernelTable, variables: V
     if missing := {row.key for row in rows} ^ set(archive.keys):
         clashes.append(f"it and the table differ in {', '.join(sorted(missing))}")
     if clashes:
-        raise WheelError(f"{path} is not the kernel set {wanted.name}: {'; '.join(clashes)}", fix=_BUILD)
-
-
-_BUILD = "`python -m buildtools build` makes it; or name another file with --kernel-set"
+        raise WheelError(f"{path} is not the kernel set {wanted.name}: {'; '.join(clashes)}", fix=how)

@@ -17,7 +17,7 @@ from typing import Any
 from .errors import WheelError
 
 FILE_NAME = "flash_attn.cdx.json"
-LOCK = "docker/requirements-build.txt"
+LOCK = "docker/requirements-nvrtc.txt"  # the compilers of all kernel sets
 IMAGE_VARIABLE = "FLASH_ATTN_IMAGE"
 _PROPERTY = "flash_attn:"
 

@@ -14,15 +14,22 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import sbom
 from .archive import FILE_NAME
-from .build import ROOT, build, find_compiler, load_tables
+from .build import ROOT, Compiler, build, find_compiler, load_tables
 from .compare import explain
-from .errors import AlteredWheelError, BuildError, NotVerifiedError, WheelDifferenceError, WheelError
+from .errors import (
+    AlteredWheelError,
+    BuildError,
+    NotVerifiedError,
+    NvrtcNotFoundError,
+    WheelDifferenceError,
+    WheelError,
+)
 from .host import LIBRARY
 from .matrix import Wheel
 from .metadata import load_project
@@ -129,8 +136,12 @@ def verify(
         environ = _environment(published, root, environ)
         wheel = find_wheel(load_tables(root)[1], published.bill.row, read_variables(environ))
         folder.mkdir(parents=True, exist_ok=True)
-        left_out = _missing_inputs(published, wheel, root, folder, environ)
-        kernel_set = build(root, folder=folder, environ=environ, quiet=True).kernel_set
+        compiler = _recorded_compiler(published, wheel, folder, environ)
+        left_out = _missing_inputs(published, wheel, compiler.name, root, folder, environ)
+        made = build(
+            root, kernel_set=wheel.kernel_set.name, compiler=compiler, folder=folder, environ=environ, quiet=True
+        )
+        kernel_set = made.kernel_set
         out = Path(temporary) / "wheel"
         built = build_row_wheel(wheel.name, out, kernel_set=kernel_set, root=root, folder=folder, environ=environ)
         return _compare(published, built, left_out)
@@ -152,13 +163,7 @@ def _environment(published: Published, root: Path, environ: Mapping[str, str]) -
         result["FORCE_CXX11_ABI"] = str(int(host["cxx11_abi"]))
         wheel = find_wheel(matrix, wheel.name, read_variables(result))
     version = published.path.name.split("-")[1]
-    own = ".".join(
-        filter(
-            None,
-            ("" if wheel.kernel_set == matrix.default_kernel_set else wheel.kernel_set.name, wheel.host_library.label),
-        )
-    )
-    if label := version.partition("+")[2].removeprefix(own).lstrip("."):
+    if label := version.partition("+")[2].removeprefix(matrix.label(wheel)).lstrip("."):
         result["FLASH_ATTN_LOCAL_VERSION"] = label
     if published.bill.image:
         result[sbom.IMAGE_VARIABLE] = published.bill.image
@@ -166,13 +171,21 @@ def _environment(published: Published, root: Path, environ: Mapping[str, str]) -
     return result
 
 
+def _recorded_compiler(published: Published, wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Compiler:
+    """The NVRTC of the version that the wheel records, or where there is none, the first that is found."""
+    recorded = replace(wheel.kernel_set, version=published.bill.compiler.removeprefix("nvrtc "))
+    try:
+        return find_compiler(folder, environ, recorded)
+    except NvrtcNotFoundError:
+        return find_compiler(folder, environ)
+
+
 def _missing_inputs(
-    published: Published, wheel: Wheel, root: Path, folder: Path, environ: Mapping[str, str]
+    published: Published, wheel: Wheel, nvrtc: str, root: Path, folder: Path, environ: Mapping[str, str]
 ) -> dict[str, str]:
     """{last part of a member's name: why it cannot be compared} where a compiler is another one than was recorded."""
     matrix = load_tables(root)[1]
     result = {}
-    nvrtc = find_compiler(folder, environ).name
     if nvrtc != published.bill.compiler:
         result[FILE_NAME] = f"it was compiled by {published.bill.compiler}, and here is {nvrtc}"
     host = row_compiler(wheel.host_library, environ, matrix.tools.minimum_gxx, folder / "gxx.json").name

@@ -44,8 +44,6 @@ SCHEMA = 1
 # The kinds of clashes, causes before what follows from them: the first one found decides the exit code.
 EXIT_CODES = {"installation": 3, "platform": 4, "torch": 5, "library": 6, "kernels": 7, "driver": 8, "gpu": 9}
 
-# The first driver of each CUDA major. Cubins of a major run on every driver of it or of a later one.
-_FIRST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
 _OLDEST_CUDA = 12
 
 
@@ -481,7 +479,8 @@ def _version(driver: DriverFacts) -> str:
 
 def _first_driver(major: int) -> str:
     """`` to 580.65.06 or newer``."""
-    return f" to {_FIRST_DRIVERS[major]} or newer" if major in _FIRST_DRIVERS else ""
+    first = buildtools("choose").FIRST_DRIVERS.get(major)
+    return f" to {first} or newer" if first else ""
 
 
 def _public(version: str) -> str:

@@ -2,7 +2,7 @@
 
 `nox -s prove` runs it: torch with its CUDA libraries is installed for every row, some 5 GB each. Arguments choose
 rows: `nox -s prove -- -k torch2.6`. FLASH_ATTN_PROVE_FOLDER names a folder in which the environments are kept and found
-again.
+again; FLASH_ATTN_PROVE_HEAD_DIMS makes the kernel sets of some head dims alone, which is quicker.
 
 The GPU is pretended, as in tests/unit/host: the library's CUDA operators run inside that torch, on a driver that
 computes.
@@ -34,6 +34,7 @@ from buildtools.build import build, load_tables
 from buildtools.elf import read_needs
 from buildtools.host import broken_promises
 from buildtools.matrix import Wheel
+from buildtools.variables import read_variables
 
 TABLE, MATRIX = load_tables(ROOT)
 # What a wheel of the stable ABI is tried with, beside the oldest torch that it is for: the one that its declarations
@@ -58,10 +59,12 @@ def cases() -> list[Case]:
     found = []
     for wheel in MATRIX.wheels.values():
         row = wheel.host_library
-        if row.machine != HERE or wheel.kernel_set != MATRIX.default_kernel_set:
+        if row.machine != HERE:
             continue
         if row.per_torch is not None:
             found.append(Case(wheel, row.torch))
+        elif wheel.kernel_set != MATRIX.default_kernel_set:
+            found.append(Case(wheel, ""))  # its host library is the default wheel's, which is tried with all of them
         else:
             oldest = f"=={row.torch.removeprefix('>=')}.*"
             found += [Case(wheel, torch) for torch in (oldest, *STABLE_TORCHES)]
@@ -74,15 +77,23 @@ def marked_cases() -> list[ParameterSet]:
 
 def test_every_row_of_this_machine_is_proved() -> None:
     """And adding a row adds its proof."""
-    proved = {case.wheel.host_library.name for case in cases()}
-    assert proved == {row.name for row in MATRIX.host_libraries.values() if row.machine == HERE}
-    assert len(proved) >= 7
+    proved = {case.wheel.name for case in cases()}
+    assert proved == {wheel.name for wheel in MATRIX.wheels.values() if wheel.host_library.machine == HERE}
+    assert len(proved) >= 8
+
+
+SUBSET = {"FLASH_ATTN_HEAD_DIMS": os.environ.get("FLASH_ATTN_PROVE_HEAD_DIMS", "")}
 
 
 @functools.cache
-def kernel_set() -> Path:
-    """The default kernel set, compiled once for all rows."""
-    return build(ROOT, environ=clean_environ(), quiet=True).kernel_set
+def kernel_set(name: str = "") -> Path:
+    """A kernel set, the default one if no name is given, compiled once for all rows by the compiler that it pins."""
+    chosen = MATRIX.kernel_set(name) if name else MATRIX.default_kernel_set
+    subprocess.run(
+        [sys.executable, "-m", "buildtools", "compiler", "--kernel-set", chosen.name],
+        cwd=ROOT, env=clean_environ(keep_index=True), check=True,
+    )  # fmt: skip
+    return build(ROOT, kernel_set=chosen.name, environ=clean_environ(**SUBSET), quiet=True).kernel_set
 
 
 @dataclass(frozen=True)
@@ -110,9 +121,10 @@ class Proof:
     def build(self, row: str, **variables: str) -> Path:
         """The wheel of a row. Headers come from the installed torch, where it is the row's."""
         torch = str(self.torch_folder) if row == self.case.wheel.name else ""
-        environ = clean_environ(FLASH_ATTN_TORCH=torch, **variables)
+        environ = clean_environ(FLASH_ATTN_TORCH=torch, **SUBSET, **variables)
         output = self.folder / "-".join(["wheels", row, *variables.values()])
-        return rows.build_row_wheel(row, output, kernel_set=kernel_set(), folder=self.folder, environ=environ)
+        kernels = kernel_set(MATRIX.wheels[row].kernel_set.name)
+        return rows.build_row_wheel(row, output, kernel_set=kernels, folder=self.folder, environ=environ)
 
     @functools.cached_property
     def wheel(self) -> Path:
@@ -316,14 +328,17 @@ def test_platform_tag_is_true(proof: Proof) -> None:
 
 
 def test_kernels_are_the_tables(proof: Proof) -> None:
-    """Archs and kernels inside are the table's, read back from the cubins; the bytes are every row's."""
+    """Compiler, archs and kernels inside are the table's, read back from the cubins; the bytes are every row's."""
+    wanted = proof.case.wheel.kernel_set
     with zipfile.ZipFile(proof.wheel) as wheel:
         data = wheel.read("flash_attn/flash_attn.kernels")
-    assert data == kernel_set().read_bytes()
-    content = archive.read(kernel_set())
+    assert data == kernel_set(wanted.name).read_bytes()
+    content = archive.unpack(data)
     families = {arch for family in TABLE.families.values() for arch in family.archs}
-    assert set(content.archs) == {str(arch) for arch in proof.case.wheel.kernel_set.archs if arch in families}
-    assert set(content.keys) == {row.key for row in TABLE.rows}
+    assert content.compiler == f"nvrtc {wanted.version}"
+    assert set(content.archs) == {str(arch) for arch in wanted.archs if arch in families}
+    head_dims = read_variables(SUBSET).head_dims
+    assert set(content.keys) == {row.key for row in TABLE.select(head_dims=head_dims)}
     for record, image in zip(content.records, content.images, strict=True):
         number = int(re.sub(r"\D", "", record.arch))
         if record.arch.startswith("ptx"):
@@ -375,5 +390,8 @@ def test_library_of_another_processor(name: str, tmp_path: Path) -> None:
     needed, defined = dynamic_symbols(built.path)
     assert {symbol for symbol in needed if "@" not in symbol and not symbol.startswith(("_ITM_", "__gmon"))} == stable
     assert defined == exports()
-    wheel = rows.build_row_wheel(name, tmp_path, kernel_set=kernel_set(), folder=tmp_path, environ=clean_environ())
-    assert wheel.name == f"flash_attn-2.9.0-py3-none-{row.platform}.whl"
+    for item in [item for item in MATRIX.wheels.values() if item.host_library == row]:
+        kernels, environ = kernel_set(item.kernel_set.name), clean_environ(**SUBSET)
+        wheel = rows.build_row_wheel(item.name, tmp_path, kernel_set=kernels, folder=tmp_path, environ=environ)
+        label = f"+{MATRIX.label(item)}".rstrip("+")
+        assert wheel.name == f"flash_attn-2.9.0{label}-py3-none-{row.platform}.whl"

@@ -101,7 +101,7 @@ def test_torch(torch: str | None, abi: bool | None, expected: str | None) -> Non
         ({"libc": ("musl", 1, 2)}, "it needs glibc 2.28 or newer, found musl 1.2"),
         ({"python": (3, 9)}, "it needs Python 3.10 or newer, found 3.9"),
         ({"torch": "3.0.0"}, "torch 3 is newer than what it was made for (torch 2)"),
-        ({"cuda": (11, 8)}, "need a driver for CUDA 12 or newer, driver 580.95 serves CUDA 11.8"),
+        ({"cuda": (11, 8)}, "need a driver for CUDA 12 or newer (525.60.13 or newer), driver 580.95 serves CUDA 11.8"),
         ({"gpus": (75,)}, f"it has no kernel for compute capability 7.5 (it has {ARCHS.replace('.', ' ')})"),
     ],
 )
@@ -146,7 +146,16 @@ def test_the_kernel_set_with_machine_code_for_the_gpu_is_preferred() -> None:
     assert "has machine code for more of the GPUs" in decision.text()
     decision = choose(replace(HERE, gpus=(110,), cuda=(12, 9)), wheels)
     assert decision.wheel is STABLE
-    assert "need a driver for CUDA 13 or newer" in decision.text()
+    assert "need a driver for CUDA 13 or newer (580.65.06 or newer), driver" in decision.text()
+
+
+@pytest.mark.parametrize(("driver", "fits"), [("570.124.06", False), ("580.65.06", True), (None, True)])
+def test_machine_code_of_cuda_13_needs_a_driver_of_580(driver: str | None, fits: bool) -> None:
+    """Also where the driver tells its own version alone, as in /proc, and not the CUDA that it serves."""
+    cu13 = published("torch2.10+-stable", compiler="13.5.20", archs="80.90.110.ptx80")
+    decision = choose(replace(HERE, cuda=None, driver=driver), [cu13])
+    assert bool(decision.wheel) == fits
+    assert fits or f"(580.65.06 or newer), found driver {driver}" in decision.text()
 
 
 def test_arch_specific_code_is_for_that_arch_alone() -> None:

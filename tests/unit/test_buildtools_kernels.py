@@ -54,11 +54,21 @@ def test_every_torch_of_the_matrix_has_a_row_and_a_wheel():
         (2, 4): False, (2, 5): False, (2, 6): False, (2, 7): True, (2, 8): True, (2, 9): True,
     }  # fmt: skip
     assert {wheel.host_library.name for wheel in matrix.wheels.values()} == set(matrix.host_libraries)
-    labels = [
-        (wheel.kernel_set.name, wheel.host_library.label, wheel.host_library.machine)
-        for wheel in matrix.wheels.values()
-    ]
+    labels = [(matrix.label(wheel), wheel.host_library.platform) for wheel in matrix.wheels.values()]
     assert len(set(labels)) == len(labels), "two wheels of one platform have one version"
+    assert matrix.label(matrix.wheels["default"]) == ""
+
+
+def test_every_kernel_set_has_wheels_and_the_default_one_has_all_host_libraries():
+    """A wheel of another kernel set takes the place of none of the default set's, which serve every driver."""
+    matrix = load_matrix(ROOT / "matrix.toml")
+    hosts = {name: set() for name in matrix.kernel_sets}
+    for wheel in matrix.wheels.values():
+        hosts[wheel.kernel_set.name].add(wheel.host_library.name)
+    assert hosts.pop(matrix.default_kernel_set.name) == set(matrix.host_libraries)
+    assert all(hosts.values())
+    default = set(matrix.default_kernel_set.archs)
+    assert all(set(matrix.kernel_sets[name].archs) > default for name in hosts)
 
 
 # --- meaning -----------------------------------------------------------------------------------------------------

@@ -16,21 +16,27 @@ from buildtools_support import ROOT, clean_environ
 from host_support import kernel
 
 from buildtools import archive, rows, torch_headers
-from buildtools.build import load_tables
+from buildtools.build import kernel_set_folder, load_tables
 from buildtools.errors import HostCompilerError, TableError, TorchHeadersError, WheelError
-from buildtools.matrix import load_matrix
+from buildtools.matrix import KernelSet, load_matrix
+from buildtools.sbom import LOCK, locked_hashes
 from buildtools.variables import read_variables
 
 MATRIX = load_matrix(ROOT / "matrix.toml")
 OLD, NEW = MATRIX.host_libraries["torch2.6-abi0"], MATRIX.host_libraries["torch2.9-abi1"]
 
 
-def kernel_set(folder: Path, compiler: str = "nvrtc 12.9.86", leave_out: str = "") -> Path:
+def kernel_set(
+    folder: Path,
+    compiler: str = "nvrtc 12.9.86",
+    leave_out: str = "",
+    kernel_set: KernelSet = MATRIX.default_kernel_set,
+) -> Path:
     """A kernel set file with every kernel of the project's own table, its images a few bytes each."""
-    table, matrix = load_tables(ROOT)
+    table = load_tables(ROOT)[0]
     records = []
     for row in table.rows:
-        archs = [arch for arch in table.families[row.family].archs if arch in matrix.default_kernel_set.archs]
+        archs = [arch for arch in table.families[row.family].archs if arch in kernel_set.archs]
         records += [kernel(row.key, str(arch)) for arch in archs if leave_out not in (row.key, str(arch))]
     path = folder / archive.FILE_NAME
     path.write_bytes(archive.pack(compiler, records))
@@ -123,6 +129,31 @@ def test_wheel_of_the_stable_row_has_no_label(tmp_path):
         ROOT, MATRIX, MATRIX.wheels["torch2.4-abi0"], read_variables(clean_environ(FLASH_ATTN_LOCAL_VERSION="mine"))
     )
     assert labelled.version == "2.9.0+torch2.4.cxx11abi0.mine"
+
+
+def test_a_wheel_of_another_kernel_set_has_its_name_as_label(tmp_path):
+    """By that it is on a page of the index of its own; it holds the same host library as the default wheel."""
+    environ = clean_environ()
+    with pytest.raises(WheelError, match=r"kernel_sets/cu13[\s\S]*buildtools build --kernel-set cu13"):
+        rows.build_row_wheel("cu13", tmp_path, folder=tmp_path, environ=environ)
+    cu13 = MATRIX.kernel_set("cu13")
+    folder = kernel_set_folder(tmp_path, MATRIX, cu13)
+    folder.mkdir(parents=True)
+    kernel_set(folder, f"nvrtc {cu13.version}", kernel_set=cu13)
+    kernel_set(tmp_path)
+    path = rows.build_row_wheel("cu13", tmp_path / "out", folder=tmp_path, environ=environ)
+    default = rows.build_row_wheel("default", tmp_path / "out", folder=tmp_path, environ=environ)
+    assert path.name == "flash_attn-2.9.0+cu13-py3-none-manylinux_2_28_x86_64.whl"
+    with zipfile.ZipFile(path) as wheel, zipfile.ZipFile(default) as other:
+        name = "flash_attn/libflash_attn.so"
+        assert wheel.read(name) == other.read(name)
+        info = json.loads(wheel.read("flash_attn/build_info.json"))
+        assert b"Requires-Dist: torch>=2.10\n" in wheel.read("flash_attn-2.9.0+cu13.dist-info/METADATA")
+        bill = json.loads(wheel.read("flash_attn-2.9.0+cu13.dist-info/sboms/flash_attn.cdx.json"))
+    assert "110" in info["kernel_set"]["archs"]
+    compiler = next(item for item in bill["components"] if item["name"] == "nvrtc")
+    assert compiler["purl"] == f"pkg:pypi/nvidia-cuda-nvrtc@{cu13.version}"
+    assert len(compiler["properties"]) == len(locked_hashes(ROOT / LOCK, cu13.requirement, cu13.version)) > 0
 
 
 @pytest.mark.parametrize(
