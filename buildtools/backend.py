@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -20,6 +21,7 @@ from .metadata import Project, load_project
 from .variables import Variables, read_variables
 
 if TYPE_CHECKING:
+    from .matrix import HostLibrary
     from .prebuilt import Plan
     from .wheel import Made
 
@@ -82,25 +84,53 @@ def _requires_for_compiling(variables: Variables) -> list[str]:
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: _Settings = None) -> str:
     """The dist-info folder, from pyproject.toml alone: on any system, with nothing installed.
 
-    One thing is taken from the environment: where the published wheel for an older torch is going to be installed, its
-    requirement is that torch, and not a newer one, which pip would then install over it.
+    One thing is taken from the environment: where the wheel is going to be one for an older torch, published or
+    compiled, its requirement is that torch, and not a newer one, which pip would then install over it.
     """
     variables = read_variables(os.environ)
     project = _project(variables)
     if not variables.skip_cuda_build:
-        try:
+        with contextlib.suppress(BuildError):  # build_wheel says it
             wheel = _plan(variables).wheel
-        except BuildError:
-            wheel = None  # build_wheel says it
-        if wheel is not None and wheel.variant.cxx11_abi is not None:
-            others = [item for item in project.fields["dependencies"] if not item.startswith("torch")]
-            project = replace(project, fields={**project.fields, "dependencies": [wheel.variant.requirement, *others]})
+            project = _requiring(project, wheel.variant.requirement if wheel else _requirement(variables))
     return _write_metadata(Path(metadata_directory), project)
 
 
 @_reported
 def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: _Settings = None) -> str:
-    return _write_metadata(Path(metadata_directory), _project(read_variables(os.environ)))
+    variables = read_variables(os.environ)
+    project = _project(variables)
+    if not variables.skip_cuda_build:
+        with contextlib.suppress(BuildError):
+            project = _requiring(project, _requirement(variables))
+    return _write_metadata(Path(metadata_directory), project)
+
+
+def _requirement(variables: Variables) -> str:
+    """Of torch, of what is compiled here; empty where nothing can be."""
+    return f"torch{_host_row(variables)[0].torch}" if _can_compile_here() else ""
+
+
+def _requiring(project: Project, torch: str) -> Project:
+    """The project with another requirement of torch, unless that is empty."""
+    if not torch:
+        return project
+    others = [item for item in project.fields["dependencies"] if not item.startswith("torch")]
+    return replace(project, fields={**project.fields, "dependencies": [torch, *others]})
+
+
+def _host_row(variables: Variables) -> tuple[HostLibrary, dict[str, str]]:
+    """The host library for the torch of the environment that is installed into, and a variable for its headers.
+
+    The stable one where there is no torch, or none is seen, as under uv's isolation.
+    """
+    from .build import host_row, load_tables
+    from .facts import installed_torch
+
+    torch = installed_torch(os.environ, sys.path)
+    row = host_row(load_tables(_ROOT)[1], torch, variables.force_cxx11_abi)
+    headers = {"FLASH_ATTN_TORCH": str(torch.where / "torch")} if torch and row.headers else {}
+    return row, headers | {key: os.environ[key] for key in headers if os.environ.get(key)}
 
 
 def _write_metadata(folder: Path, project: Project) -> str:
@@ -130,23 +160,25 @@ def build_wheel(wheel_directory: str, config_settings: _Settings = None, metadat
 
             return obtain(plan, Path(wheel_directory), report=_say).name
         environ = _environ_after(plan, variables)
-    tag, built = _built_files(project, variables, environ)
+    project, tag, built = _built_files(project, variables, environ)
     files = {**package_files(project.root), **runtime_files(project), **built}
     return write_wheel(Path(wheel_directory), project, tag, files, epoch, _made(variables, environ))
 
 
 def _made(variables: Variables, environ: Mapping[str, str]) -> Made:
     """The row of the matrix that a build from source is of, and the image that it runs in."""
-    from .build import host_row, load_tables
+    from .build import load_tables
     from .sbom import IMAGE_VARIABLE
+    from .torch_headers import find_torch_include, include_version
     from .wheel import Made
 
     if variables.skip_cuda_build:
         return Made()
-    _, matrix = load_tables(_ROOT)
-    row = host_row(matrix)
-    name = next((wheel.name for wheel in matrix.wheels.values() if wheel.host_library == row), "")
-    return Made(name, image=environ.get(IMAGE_VARIABLE, ""))
+    row, headers = _host_row(variables)
+    names = [wheel.name for wheel in load_tables(_ROOT)[1].wheels.values() if wheel.host_library.name == row.name]
+    include = find_torch_include(row, {**environ, **headers}, sys.path)
+    version = include_version(include) if include else None
+    return Made(next(iter(names), ""), ".".join(map(str, version or ())), environ.get(IMAGE_VARIABLE, ""))
 
 
 @_reported
@@ -158,8 +190,7 @@ def build_editable(
     from .wheel import GENERATED, source_date_epoch, write_wheel
 
     variables = read_variables(os.environ)
-    project = _project(variables)
-    tag, built = _built_files(project, variables, os.environ)
+    project, tag, built = _built_files(_project(variables), variables, os.environ)
     package = project.root / "flash_attn"
     for name in GENERATED:  # an earlier build's may be of another kind
         (package / name).unlink(missing_ok=True)
@@ -224,21 +255,27 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _built_files(project: Project, variables: Variables, environ: Mapping[str, str]) -> tuple[str, dict[str, bytes]]:
-    """(the wheel's tag, {name in the wheel: contents}) of what is compiled."""
+def _built_files(
+    project: Project, variables: Variables, environ: Mapping[str, str]
+) -> tuple[Project, str, dict[str, bytes]]:
+    """(the project as the wheel's metadata has it, its tag, {name in the wheel: contents}) of what is compiled."""
     from .build import build_info_text
 
     if variables.skip_cuda_build:
         print("SKIP_CUDA_BUILD: this wheel has no kernels; only CPU tensors will work", file=sys.stderr)
-        return "py3-none-any", {"flash_attn/build_info.json": build_info_text(project.base_version, None, None)}
+        files = {"flash_attn/build_info.json": build_info_text(project.base_version, None, None)}
+        return project, "py3-none-any", files
     _check_platform()
     from .build import build
 
-    result = build(project.root, environ=environ)
+    row, headers = _host_row(variables)
+    if row.per_torch:
+        _say(f"the host library is for torch {row.torch.strip('=.*')} with C++ ABI {int(row.cxx11_abi)}, which is here")
+    result = build(project.root, row=row, environ={**environ, **headers})
     files = {
         f"flash_attn/{path.name}": path.read_bytes() for path in (result.kernel_set, result.host_library, result.info)
     }
-    return f"py3-none-{result.platform}", files
+    return _requiring(project, f"torch{row.torch}"), f"py3-none-{result.platform}", files
 
 
 def _can_compile_here() -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import platform as platform_module
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -18,7 +19,8 @@ from . import archs as arch_names
 from . import ninja_graph
 from .archive import FILE_NAME, read, write_atomically
 from .archs import Arch
-from .errors import ArchError, BuildError, NvrtcNotFoundError, PlatformError
+from .choose import TorchVersion
+from .errors import ArchError, BuildError, NvrtcNotFoundError, PlatformError, TorchVersionError
 from .facts import InstalledTorch, installed_torch
 from .host import LIBRARY, HostCompiler, find_host_compiler, host_edges, platform_tag
 from .jobs import expected_peaks, job_limit
@@ -27,6 +29,7 @@ from .kernels import Kernel, KernelTable, Row, load_table
 from .matrix import MACHINES, HostLibrary, KernelSet, Matrix, load_matrix
 from .metadata import load_project
 from .nvrtc import FoundNvrtc, find_nvrtc, load_nvrtc
+from .torch_headers import find_torch_include
 from .variables import Variables, read_variables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +68,7 @@ def build(
     *,
     kernel_set: str = "",
     compiler: Compiler | None = None,
+    row: HostLibrary | None = None,
     folder: Path | None = None,
     environ: Mapping[str, str] = os.environ,
     quiet: bool = False,
@@ -73,7 +77,7 @@ def build(
 
     `folder`: of all builds; by default FLASH_ATTN_BUILD_DIR or build/. With the name of a `kernel_set`, that set is
     built by the very compiler that it pins; without, as from source: the default set, by the first compiler that is
-    found. A `compiler` is used instead of either.
+    found. A `compiler` is used instead of either. `row`: of the host library; by default the stable one.
     """
     variables = read_variables(environ)
     table, matrix = load_tables(root)
@@ -82,7 +86,8 @@ def build(
     folder = kernel_set_folder(folder or build_folder(root, variables), matrix, wanted)
     make_build_folder(folder)
     notes = list(variables.notes)
-    row = host_row(matrix)
+    row = row or host_row(matrix)
+    include = find_torch_include(row, environ, sys.path)
     host_compiler = find_host_compiler(environ, matrix.tools.minimum_gxx, folder / "gxx.json")
     compiler = compiler or find_compiler(folder, environ, wanted if kernel_set else None)
     rows = table.select(variables.kernels, variables.head_dims)
@@ -93,7 +98,7 @@ def build(
             f"{wanted.name}: {arch_names.format_archs(wanted.archs)}",
             fix=f"`pip install {wanted.pin}`, or name others in FLASH_ATTN_CUDA_ARCHS",
         )
-    host = host_edges(root, folder, host_compiler, project.base_version, environ)
+    host = host_edges(root, folder, host_compiler, project.base_version, environ, row, include)
     graph = ninja_graph.write_graph(folder, root, root / "csrc", kernels, compiler.name, host)
     names = [kernel.name for kernel in kernels]
     peaks = expected_peaks(folder / "resources.json", compiler.name, names, matrix.tools.job_peak_mib)
@@ -137,17 +142,38 @@ def _is_newer(path: Path, *others: Path) -> bool:
     return path.is_file() and path.stat().st_mtime_ns >= max(other.stat().st_mtime_ns for other in others)
 
 
-def host_row(matrix: Matrix) -> HostLibrary:
-    """The host library that a build on this machine is of: the stable one, for the machine's processor."""
+def host_row(matrix: Matrix, torch: InstalledTorch | None = None, cxx11_abi: bool | None = None) -> HostLibrary:
+    """The host library that a build on this machine is of: the one for `torch`, or the stable one if that is None.
+
+    `cxx11_abi`: of a library for one torch, instead of what that torch says. TorchVersionError where there is no
+    library for this torch.
+    """
     machine = platform_module.machine()
-    for wheel in matrix.wheels.values():
-        if wheel.host_library.machine == machine and wheel.host_library.per_torch is None:
-            return wheel.host_library
-    default = next(iter(matrix.wheels.values())).host_library
     if machine not in MACHINES:
         raise PlatformError(f"no host library can be built on {machine}", why=f"the machines are {', '.join(MACHINES)}")
-    # No wheel is published for this processor, but its library can be built all the same.
-    return replace(default, machine=machine, platform=default.platform.replace(default.machine, machine))
+    rows = sorted(matrix.host_libraries.values(), key=lambda row: row.machine != machine)  # this machine's first
+    row = next(row for row in rows if row.per_torch is None)
+    version = TorchVersion.parse(torch.version) if torch else None
+    if torch and version and version.release < torch_minor(row):
+        single = [row for row in rows if row.per_torch == version.release[:2]]
+        if not single:
+            minors = sorted({row.per_torch for row in rows if row.per_torch})
+            raise TorchVersionError(
+                f"flash_attn is not for torch {torch.version}, which is in {torch.where}",
+                why=f"it is for torch {', '.join(f'{major}.{minor}' for major, minor in minors)} and {row.torch}",
+                fix="install one of these; the torch that is installed is never changed",
+            )
+        row = single[0]
+        abi = torch.cxx11_abi if cxx11_abi is None else cxx11_abi
+        row = row if abi is None else replace(row, cxx11_abi=abi)
+    # No wheel may be published for this processor, but its library can be built all the same.
+    return replace(row, machine=machine, platform=row.platform.replace(row.machine, machine))
+
+
+def torch_minor(row: HostLibrary) -> tuple[int, int]:
+    """The oldest torch that a host library is for, such as (2, 10)."""
+    major, minor = re.findall(r"\d+", row.torch)[:2]
+    return int(major), int(minor)
 
 
 def kernel_set_info(path: Path) -> dict[str, Any]:

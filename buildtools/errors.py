@@ -141,6 +141,12 @@ class TorchHeadersError(BuildError):
     exit_code = 28
 
 
+class TorchVersionError(BuildError):
+    """The torch that is installed is one that no host library is for."""
+
+    exit_code = 29
+
+
 class NoWheelError(BuildError):
     """No published wheel fits, and compiling is not allowed."""
 

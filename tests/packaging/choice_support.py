@@ -33,6 +33,18 @@ PLATFORM = "manylinux_2_28_x86_64"
 HERE = "manylinux_2_17_x86_64"  # for every glibc that a test may run on
 
 
+# A host library for one torch; before 2.7 it needs that torch's headers.
+ROW = """
+[host_libraries."torch{0}"]
+abi = "torch"
+torch = "=={0}.*"
+cxx11_abi = {1}
+headers = "{0}.0"
+machine = "x86_64"
+platform = "manylinux_2_28_x86_64"
+"""
+
+
 def make_published(
     folder: Path, torch: str = ">=2.10", abi: int | None = None, platform: str = HERE, *, padding: int = 200_000
 ) -> Path:
@@ -55,6 +67,11 @@ def make_published(
 def make_sdist_tree(folder: Path, wheels: Sequence[Path], places: Sequence[str] = ()) -> Path:
     """An unpacked sdist whose sources compile in a second; `wheels` are those that it says are published."""
     tree = make_tree(folder)
+    matrix = tree / "matrix.toml"
+    matrix.write_text(matrix.read_text() + rows_for_one_torch())
+    exports = tree / "csrc/host/compat/exports.map"
+    exports.parent.mkdir()
+    exports.write_text("{ global: flash_attn_*; local: *; };\n")
     (tree / "PKG-INFO").write_bytes(
         dist_info(load_project(tree), "py3-none-any")[f"flash_attn-{VERSION}.dist-info/METADATA"]
     )
@@ -139,6 +156,11 @@ def make_site(folder: Path, torch: str, *, cuda: str | None = "12.4") -> Path:
     (folder / "torch/__init__.py").write_text("raise ImportError('torch was imported')\n")
     (folder / "torch/version.py").write_text(f"__version__ = '{torch}'\ncuda: Optional[str] = {cuda!r}\n")
     return folder
+
+
+def rows_for_one_torch() -> str:
+    """Stanzas of matrix.toml for torch 2.6 and 2.7."""
+    return ROW.format("2.6", "false") + ROW.format("2.7", "true").replace('headers = "2.7.0"\n', "")
 
 
 NVML = """

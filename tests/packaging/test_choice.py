@@ -100,9 +100,74 @@ def test_a_miss_says_why_and_compiles_for_the_gpus_that_are_there(hook: Hook, tm
     says = next(index for index, line in enumerate(lines) if line.startswith("next: "))
     assert lines[says].startswith("next: compiling from source, for the GPUs that are here (90)")
     assert next(index for index, line in enumerate(lines) if "kernels with nvrtc" in line) > says
-    wheel = hook.output / result.stdout.splitlines()[-1]
-    (hook.output / "kernels").write_bytes(WheelFile.read(wheel).read_member("flash_attn/flash_attn.kernels"))
+    wheel = WheelFile.read(hook.output / result.stdout.splitlines()[-1])
+    (hook.output / "kernels").write_bytes(wheel.read_member("flash_attn/flash_attn.kernels"))
     assert read(hook.output / "kernels").archs == ["90"]
+    assert wheel.metadata.get_all("Requires-Dist") == ["torch==2.7.*"]
+
+
+# --- compiled beside a torch that the stable wheel is not for ------------------------------------------------------
+
+SMALL = {"FORCE_BUILD": "1", "FLASH_ATTN_CUDA_ARCHS": "90", "FLASH_ATTN_KERNELS": "bwd-*"}
+
+
+def with_headers(site: dict[str, str], version: str) -> dict[str, str]:
+    """The torch of `site` with the header by which its headers are known."""
+    header = Path(site["FLASH_ATTN_TEST_SITE"], "torch/include/torch/csrc/api/include/torch/version.h")
+    header.parent.mkdir(parents=True)
+    parts = zip(("MAJOR", "MINOR", "PATCH"), version.split("."), strict=True)
+    header.write_text("".join(f"#define TORCH_VERSION_{part} {number}\n" for part, number in parts))
+    return site
+
+
+@pytest.mark.parametrize(
+    ("torch", "forced", "abi"),
+    [("2.6.1+cu124", "", False), ("2.6.0+cu126", "", True), ("2.6.0+cu124", "1", True), ("2.7.1+cu126", "", True)],
+)
+def test_from_source_it_is_for_the_torch_that_is_here(
+    hook: Hook, tmp_path: Path, torch: str, forced: str, abi: bool
+) -> None:
+    """Case 10: with that torch's headers and C++ ABI, and metadata that keeps it, before and after the build."""
+    hook.may_compile = True
+    environ = SMALL | with_headers(site(tmp_path, torch), torch.partition("+")[0]) | {"FORCE_CXX11_ABI": forced}
+    minor = torch[:3]
+    metadata = hook.run("prepare_metadata_for_build_wheel", **environ)
+    assert metadata.returncode == 0, metadata.stderr
+    text = (hook.output / metadata.stdout.strip() / "METADATA").read_text()
+    assert email.parser.Parser().parsestr(text).get_all("Requires-Dist") == [f"torch=={minor}.*"]
+    result = hook.run(**environ)
+    assert result.returncode == 0, result.stderr
+    assert f"the host library is for torch {minor} with C++ ABI {int(abi)}, which is here" in result.stderr
+    wheel = WheelFile.read(hook.output / result.stdout.splitlines()[-1])
+    assert wheel.metadata.get_all("Requires-Dist") == [f"torch=={minor}.*"]
+    assert wheel.metadata["Version"] == VERSION
+    info = json.loads(wheel.read_member("flash_attn/build_info.json"))
+    assert (info["host"]["kind"], info["host"]["torch"], info["host"]["cxx11_abi"]) == ("torch", f"=={minor}.*", abi)
+    rules = (hook.tree / "build/build.ninja").read_text()
+    assert f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}" in rules
+    assert (f"{tmp_path}/site/torch/include" in rules) == (minor == "2.6")
+    bill = wheel.read_member(f"flash_attn-{VERSION}.dist-info/sboms/flash_attn.cdx.json").decode()
+    assert f'flash_attn:row",\n     "value": "torch{minor}"' in bill
+    assert ('"name": "torch"' in bill) == (minor == "2.6")
+
+
+@pytest.mark.parametrize(
+    ("torch", "error", "says"),
+    [
+        ("2.6.0+cu124", errors.TorchHeadersError, "no headers of torch 2.6: FLASH_ATTN_TORCH has none"),
+        ("2.3.1", errors.TorchVersionError, "flash_attn is not for torch 2.3.1, which is in "),
+    ],
+)
+def test_a_torch_that_nothing_can_be_compiled_for(
+    hook: Hook, tmp_path: Path, torch: str, error: type[errors.BuildError], says: str
+) -> None:
+    """The message comes before a compiler is started; metadata can be had all the same (case 1)."""
+    environ = SMALL | site(tmp_path, torch)
+    assert hook.run("prepare_metadata_for_build_wheel", **environ).returncode == 0
+    result = hook.run(**environ)
+    assert result.returncode == error.exit_code, result.stderr
+    assert says in result.stderr
+    assert not list((hook.tree / "build").rglob("*.image"))
 
 
 def test_no_build_stops_instead(hook: Hook, tmp_path: Path) -> None:
