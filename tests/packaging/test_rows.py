@@ -204,6 +204,30 @@ def test_its_cuda_operators_run_inside_its_torch(proof: Proof) -> None:
     assert {name: answer for name, answer in answers.items() if answer} == {}
 
 
+@pytest.mark.parametrize("isolation", [False, True], ids=["no-build-isolation", "isolated"])
+def test_pip_compiles_its_library_from_the_sdist(proof: Proof, sdist: Path, isolation: bool) -> None:
+    """Beside its torch pip builds the library of this row, of that torch's headers and ABI; torch stays (case 10)."""
+    row = proof.case.wheel.host_library
+    before = proof.environment.version("torch")
+    # The user's index, for ninja; the smallest build, with the NVRTC that torch brought.
+    environ = clean_environ(keep_index=True, FORCE_BUILD="1", FLASH_ATTN_CUDA_ARCHS="80", FLASH_ATTN_KERNELS="rotary-*")
+    proof.environment.pip("uninstall", "--quiet", "--yes", "flash-attn")
+    proof.environment.pip("install", "--quiet", MATRIX.tools.ninja, environ=environ)
+    options = [] if isolation else ["--no-build-isolation"]
+    log = proof.environment.pip("install", "-v", "--no-cache-dir", *options, sdist, environ=environ)
+    assert "of the Python environment" in log  # NVRTC
+    assert proof.environment.version("torch") == before
+    (folder,) = proof.torch_folder.parent.glob("flash_attn-*.dist-info")
+    assert f"\nRequires-Dist: torch{row.torch}\n" in (folder / "METADATA").read_text()
+    info = json.loads((proof.torch_folder.parent / "flash_attn" / "build_info.json").read_text())["host"]
+    assert (info["kind"], info["torch"], info["cxx11_abi"]) == (row.abi, row.torch, row.cxx11_abi)
+    result = proof.environment.run(ROOT / "tests" / "packaging" / "first_use.py")
+    assert result.returncode == 0, result.stdout
+    doctor = proof.environment.run("-m", "flash_attn", "doctor")
+    assert "host library  loaded" in doctor.stdout, doctor.stdout
+    proof.install(proof.wheel)
+
+
 # ---- In another torch ----
 
 
