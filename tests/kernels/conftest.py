@@ -1,9 +1,11 @@
 """The kernel tests run on a GPU, against the installed wheel: anything else is refused, in one line.
 
 The random cases: ``FLASH_ATTN_TEST_CASES`` of them (200), from seed ``FLASH_ATTN_TEST_SEED`` (0) on.
+``FLASH_ATTN_TEST_SHARD=3/14`` runs every 14th test, from the fourth (0/14 is the first) on.
 """
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -39,6 +41,14 @@ def pytest_configure():
     missing = what_is_missing()
     if missing is not None:
         raise pytest.UsageError(f"tests/kernels: {missing}")
+
+
+def pytest_collection_modifyitems(config, items):
+    shard = os.environ.get("FLASH_ATTN_TEST_SHARD")
+    if shard:
+        number, count = map(int, shard.split("/"))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % count != number])
+        items[:] = items[number::count]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass, field, fields
 
 import torch
-from feature_oracle import Modifiers, Rows, allowed_errors, compare, differentiate
+from feature_oracle import Modifiers, Rows, allowed_errors, compare, differentiate, that_differ
 from layouts import LAYOUTS
 
 import flash_attn
@@ -302,8 +302,9 @@ def run(case, before=lambda: None, device="cuda"):
     factor = 3.0 if case.softcap or case.dropout_p else 2.0
     allowed = allowed_errors(exact, same, case.dtype, factor, scale, case.softcap, inputs, dout, reach)
     lines += compare(found, exact, allowed)
-    lines += [f"{n} was changed" for n, x in copies.items() if not torch.equal(x, tensors[n])]
+    lines += [f"{n} was changed" for n in that_differ({n: (x, tensors[n]) for n, x in copies.items()})]
     if case.deterministic and case.backward:
         again, _, _ = call(case, prepared, before)
-        lines += [f"{n} has other bits the second time" for n, x in again.items() if not torch.equal(x, found[n])]
+        pairs = {n: (x, found[n]) for n, x in again.items()}
+        lines += [f"{n} has other bits the second time" for n in that_differ(pairs)]
     return lines

@@ -12,20 +12,25 @@ import torch
 @dataclass
 class Rows:
     """Where the rows of each sequence are among all rows of a tensor, padded to the longest: ``index`` (B, S) int64,
-    ``exists`` (B, S) bool, ``lengths`` (B)."""
+    ``exists`` (B, S) bool, ``lengths`` (B). ``there`` (n) int64 are the places of (B, S) that exist, one after another,
+    and ``rows`` (n) the rows that they are."""
 
     index: torch.Tensor
     exists: torch.Tensor
     lengths: torch.Tensor
+    there: torch.Tensor
+    rows: torch.Tensor
 
     @classmethod
     def of(cls, first, lengths, device):
         """``first`` and ``lengths``: a list each, of the rows of every sequence that count."""
-        lengths = torch.tensor(lengths, device=device, dtype=torch.int64)
-        step = torch.arange(int(lengths.max()) if lengths.numel() else 0, device=device)
+        # On the CPU, where counting what exists waits for nothing.
+        lengths = torch.tensor(lengths, dtype=torch.int64)
+        step = torch.arange(int(lengths.max()) if lengths.numel() else 0)
         exists = step < lengths[:, None]
-        index = torch.where(exists, torch.tensor(first, device=device, dtype=torch.int64)[:, None] + step, 0)
-        return cls(index, exists, lengths)
+        index = torch.where(exists, torch.tensor(first, dtype=torch.int64)[:, None] + step, 0)
+        parts = (index, exists, lengths, exists.flatten().nonzero().flatten(), index[exists])
+        return cls(*(x.to(device) for x in parts))
 
     def gather(self, x):
         """(rows, ...) -> (B, S, ...)."""
@@ -36,7 +41,7 @@ class Rows:
     def scatter(self, padded, rows, fill):
         """(B, S, ...) -> (rows, ...), ``fill`` where no sequence has the row."""
         out = torch.full((rows, *padded.shape[2:]), fill, dtype=padded.dtype, device=padded.device)
-        return out.index_put((self.index[self.exists],), padded[self.exists])
+        return out.index_copy(0, self.rows, padded.flatten(0, 1).index_select(0, self.there))
 
 
 @dataclass
@@ -122,7 +127,13 @@ def differentiate(inputs, queries, keys, m, dout, dlse, dtype):
 
 
 def largest(x):
-    return x.abs().max().item() if x.numel() else 0.0
+    """The largest magnitude, 0 of nothing: a float64 tensor without dimensions, so that nothing waits for it."""
+    return x.abs().max().double() if x.numel() else torch.zeros((), dtype=torch.float64, device=x.device)
+
+
+def largest_finite(x):
+    """As :func:`largest`, of what is not infinite."""
+    return largest(torch.where(x.isinf(), 0.0, x))
 
 
 def allowed_errors(exact, same, dtype, factor, scale, softcap, inputs, dout, reach):
@@ -135,12 +146,11 @@ def allowed_errors(exact, same, dtype, factor, scale, softcap, inputs, dout, rea
     allowed = {}
     for name, value in exact.items():
         size = largest(value)
-        error = largest(torch.nan_to_num(same[name].double()) - value) if name != "lse" else 0.0
-        allowed[name] = factor * error + 1e-5 * max(1.0, size)
+        error = largest(torch.nan_to_num(same[name].double()) - value) if name != "lse" else 0.0 * size
+        allowed[name] = factor * error + 1e-5 * size.clamp(min=1.0)
         if value.numel() < 4096:
             allowed[name] += 2 * eps * size
-    finite = exact["lse"][exact["lse"].isfinite()]
-    allowed["lse"] = (6e-3 if softcap else 2e-3) * max(1.0, largest(finite) / 10)
+    allowed["lse"] = (6e-3 if softcap else 2e-3) * (largest_finite(exact["lse"]) / 10).clamp(min=1.0)
     if dout is not None:
         lost = eps * largest((dout.double() * exact["out"]).norm(dim=-1)) * abs(scale)
         q, k = inputs[:2]
@@ -153,17 +163,29 @@ def allowed_errors(exact, same, dtype, factor, scale, softcap, inputs, dout, rea
 
 
 def compare(found, exact, allowed):
-    """Lines of text about what is off; none if all is well."""
-    lines = []
+    """Lines of text about what is off; none if all is well. Waits for the GPU once."""
+    lines, names, figures = [], [], []
     for name, value in found.items():
         reference = exact[name]
         if value.shape != reference.shape:
             lines.append(f"{name} has shape {tuple(value.shape)}, expected {tuple(reference.shape)}")
             continue
         infinite = reference == float("-inf")
-        if not torch.equal(value == float("-inf"), infinite):
+        misplaced = ((value == float("-inf")) != infinite).sum().double()
+        names.append(name)
+        figures += [misplaced, largest((value.double() - reference).masked_fill(infinite, 0.0)), allowed[name]]
+    figures = iter(torch.stack(figures).tolist() if figures else [])
+    for name, misplaced, worst, limit in zip(names, figures, figures, figures, strict=True):
+        if misplaced:
             lines.append(f"{name} is -inf in other places than it should be")
-        worst = largest((value.double() - reference)[~infinite])
-        if not worst <= allowed[name]:  # NaN is no error that is allowed
-            lines.append(f"{name} is off by {worst:.3g}, allowed is {allowed[name]:.3g}")
+        if not worst <= limit:  # NaN is no error that is allowed
+            lines.append(f"{name} is off by {worst:.3g}, allowed is {limit:.3g}")
     return lines
+
+
+def that_differ(pairs):
+    """The names of ``pairs``, {name: (tensor, tensor)}, whose two have different values. Waits for the GPU once."""
+    if not pairs:
+        return []
+    differ = torch.stack([(a != b).any() for a, b in pairs.values()]).tolist()
+    return [name for name, d in zip(pairs, differ, strict=True) if d]

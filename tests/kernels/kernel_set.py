@@ -1,5 +1,6 @@
 """What the installed wheel holds, by its own index: the tests are made from it, so that a new kernel is tested too."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import torch
 
 import flash_attn
 from flash_attn._buildtools import archive
+
+BASE_FAMILY = "sm80"  # has every feature and serves every GPU, and small problems where no family is forced
+FORCED_FAMILY = os.environ.get("FLASH_ATTN_FAMILY") or None
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -36,6 +40,17 @@ EVERY_KERNEL = [parse(key) for key in archive.read(Path(flash_attn.__file__).par
 # Those of attention with a scale and a causal mask, and those with every other feature.
 KERNELS = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask in ("full", "causal")]
 GENERAL = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask == "general"]
+
+
+def served(kernels):
+    """Those that small problems get in this process."""
+    return [kernel for kernel in kernels if kernel.family == (FORCED_FAMILY or BASE_FAMILY)]
+
+
+def faster_families():
+    """The families that are for this very GPU; what they lack, and small problems, the base family does."""
+    here = "sm{}{}".format(*torch.cuda.get_device_capability())
+    return sorted({kernel.family for kernel in EVERY_KERNEL if kernel.family == here} - {BASE_FAMILY})
 
 
 def largest_head_dim(op, dtype, mask):

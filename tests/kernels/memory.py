@@ -7,11 +7,11 @@ import torch
 _MIB = 2**20
 
 
-def fill_pool():
+def fill_pool(small=64, large=4):
     """Give torch's allocator free blocks of both its kinds, so that later allocations are served from them."""
-    small = [torch.empty(_MIB, dtype=torch.uint8, device="cuda") for _ in range(64)]
-    large = [torch.empty(256 * _MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
-    del small, large
+    blocks = [torch.empty(_MIB, dtype=torch.uint8, device="cuda") for _ in range(small)]
+    blocks += [torch.empty(256 * _MIB, dtype=torch.uint8, device="cuda") for _ in range(large)]
+    del blocks
 
 
 def poison():

@@ -6,6 +6,10 @@ floor under it, what any kernel of this kind loses by rounding at most; it matte
 """
 
 import torch
+from feature_oracle import compare as mismatches
+from feature_oracle import largest, largest_finite
+
+__all__ = ["expected", "mismatches", "plain_attention", "results"]
 
 FACTOR = 2.0
 FP32 = 4e-7
@@ -47,7 +51,7 @@ def expected(q, k, v, scale, causal, dout=None):
     exact = results(function, *double)
     same = results(function, q, k, v, dout)
     floor = _floor(*double, exact, scale, torch.finfo(q.dtype).eps / 2)
-    allowed = {name: max(FACTOR * largest(same[name] - exact[name]), floor[name]) for name in exact if name != "lse"}
+    allowed = {n: torch.maximum(FACTOR * largest(same[n] - exact[n]), floor[n]) for n in exact if n != "lse"}
     return exact, {**allowed, "lse": floor["lse"]}
 
 
@@ -57,8 +61,7 @@ def _floor(q, k, v, dout, exact, scale, half_ulp):
     floor = {name: 2 * half_ulp * largest(value) + 1e-6 for name, value in exact.items()}
     q_norm, k_norm, v_norm = (largest(x.norm(dim=-1)) for x in (q, k, v))
     # An fp32 sum of exact products loses in proportion to the products, however small the sum is.
-    lse = exact["lse"]
-    floor["lse"] = FP32 * abs(scale) * q_norm * k_norm + 2e-5 * max(1.0, largest(lse[lse.isfinite()]))
+    floor["lse"] = FP32 * abs(scale) * q_norm * k_norm + 2e-5 * largest_finite(exact["lse"]).clamp(min=1.0)
     if dout is not None:
         # dS = P * (dP - delta) with dP = dO V^T and delta = rowsum(dO * O): both sums, and O was rounded.
         lost = FP32 * largest(dout.norm(dim=-1)) * v_norm + half_ulp * largest((dout * exact["out"]).norm(dim=-1))
@@ -66,24 +69,3 @@ def _floor(q, k, v, dout, exact, scale, half_ulp):
         floor["dq"] += abs(scale) * lost * k_norm
         floor["dk"] += abs(scale) * lost * q_norm * rows**0.5
     return floor
-
-
-def largest(x):
-    return x.abs().max().item() if x.numel() else 0.0
-
-
-def mismatches(found, exact, allowed):
-    """What breaks the rule, as lines of text; an empty list if nothing does."""
-    lines = []
-    for name, value in found.items():
-        reference = exact[name]
-        if value.shape != reference.shape:
-            lines.append(f"{name} has shape {tuple(value.shape)}, expected {tuple(reference.shape)}")
-            continue
-        unseen = reference == float("-inf")  # only an lse has such rows
-        if not torch.equal(value == float("-inf"), unseen):
-            lines.append(f"{name} is -inf in other rows than it should be")
-        worst = largest((value - reference)[~unseen])
-        if not worst <= allowed[name]:  # NaN is no error that is allowed
-            lines.append(f"{name} is off by {worst:.3g}, allowed is {allowed[name]:.3g}")
-    return lines

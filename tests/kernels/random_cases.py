@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import torch
+from feature_oracle import that_differ
 from kernel_set import largest_head_dim, variants
 from layouts import LAYOUTS
 from oracle import expected, mismatches, results
@@ -139,7 +140,5 @@ def run(case, flash_attn_func, before=lambda: None, device="cuda"):
         for name, x in found.items()
         if x.dtype != (torch.float32 if name == "lse" else case.dtype)
     ]
-    for name, x, copy in zip(("q", "k", "v", "dout"), (q, k, v, dout), copies, strict=False):
-        if not torch.equal(x, copy):
-            lines.append(f"{name} was changed")
-    return lines
+    pairs = dict(zip(("q", "k", "v", "dout"), zip((q, k, v, dout), copies, strict=False), strict=False))
+    return lines + [f"{name} was changed" for name in that_differ(pairs)]

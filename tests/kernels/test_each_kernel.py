@@ -1,4 +1,13 @@
-"""Every key of the installed kernel set, at the shapes where tiles end: one test for each key."""
+"""Every key of the installed kernel set, at the shapes where tiles end: one test for each key.
+
+A process has one family of kernels for problems as small as these. The other families of this GPU have processes of
+their own, at the end.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -6,13 +15,23 @@ from cache_cases import CacheCase
 from cache_cases import run as run_cache
 from feature_cases import Case
 from feature_cases import run as run_feature
-from kernel_set import EVERY_KERNEL, GENERAL, KERNELS
+from kernel_set import EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, faster_families, served
 from layouts import LAYOUTS, contiguous
 from memory import poison
 from oracle import expected, mismatches, results
 from rotary_cases import run as run_rotary
 
-from flash_attn import flash_attn_func
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+PLAIN, WITH_FEATURES, DECODE, ROTARY = map(
+    served,
+    (KERNELS, GENERAL, [k for k in EVERY_KERNEL if k.op == "decode"], [k for k in EVERY_KERNEL if k.op == "rotary"]),
+)
+
+
+def each(kernels):
+    return pytest.mark.parametrize("kernel", kernels, ids=lambda kernel: kernel.key)
+
 
 # (seqlen_q, seqlen_k): inside one tile, tails of one row, whole tiles, more keys than queries and the other way round.
 SHAPES = [(1, 1), (5, 2), (17, 300), (64, 64), (128, 128), (129, 257), (256, 127), (333, 64)]
@@ -37,24 +56,24 @@ def check(kernel, head_dim, shape, layout=contiguous, **arguments):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.key)
+@each(PLAIN)
 def test_shapes(kernel, shape):
     check(kernel, kernel.head_dim, shape)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.key)
+@each(PLAIN)
 def test_layouts(kernel, layout):
     check(kernel, kernel.head_dim, (130, 200), layout)
 
 
 @pytest.mark.parametrize("less", [1, 3, 8, 16, 24])
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.key)
+@each(PLAIN)
 def test_smaller_head_dims(kernel, less):
     check(kernel, kernel.head_dim - less, (65, 129))
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.op == "bwd"], ids=lambda kernel: kernel.key)
+@each([kernel for kernel in PLAIN if kernel.op == "bwd"])
 def test_deterministic_backward(kernel):
     check(kernel, kernel.head_dim, (300, 500), deterministic=True)
 
@@ -74,7 +93,7 @@ FEATURES = [
 
 
 @pytest.mark.parametrize("features", FEATURES, ids=lambda features: "-".join(features))
-@pytest.mark.parametrize("kernel", GENERAL, ids=lambda kernel: kernel.key)
+@each(WITH_FEATURES)
 def test_features(kernel, features):
     for seed, (seqlen_q, seqlen_k) in enumerate([(129, 257), (300, 200), (64, 333)]):
         for deterministic in (False, True) if kernel.op == "bwd" else (False,):
@@ -97,7 +116,7 @@ def test_features(kernel, features):
 
 
 @pytest.mark.parametrize("form", ["varlen", "varlen_kvpacked", "varlen_qkvpacked", "kvpacked", "qkvpacked"])
-@pytest.mark.parametrize("kernel", [*KERNELS, *GENERAL], ids=lambda kernel: kernel.key)
+@each([*PLAIN, *WITH_FEATURES])
 def test_forms(kernel, form):
     """Packed sequences and packed tensors, by every kernel."""
     together = form.endswith("qkvpacked")
@@ -140,7 +159,7 @@ CACHES = [
 
 
 @pytest.mark.parametrize("cache", CACHES, ids=lambda cache: "-".join(cache))
-@pytest.mark.parametrize("kernel", [k for k in EVERY_KERNEL if k.op == "decode"], ids=lambda kernel: kernel.key)
+@each(DECODE)
 def test_decode(kernel, cache):
     for group in (1, 4, 8):
         case = CacheCase(
@@ -160,12 +179,71 @@ def test_decode(kernel, cache):
 
 
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
-@pytest.mark.parametrize("kernel", [k for k in EVERY_KERNEL if k.op == "rotary"], ids=lambda kernel: kernel.key)
+@each(ROTARY)
 def test_rotary(kernel, head_dim):
     for seed, rotary_dim in enumerate((head_dim, head_dim // 2, 2, head_dim // 8 * 6)):
         for interleaved in (False, True):
             wrong = run_rotary(seed, kernel.dtype, head_dim, rotary_dim, interleaved, poison)
             assert not wrong, "\n".join([f"{kernel.key}, {head_dim=}, {rotary_dim=}, {interleaved=}", *wrong])
+
+
+def same_bits_thirty_times(call):
+    first = call()
+    for run in range(1, 30):
+        for index, (a, b) in enumerate(zip(call(), first, strict=True)):
+            assert torch.equal(a, b), f"run {run}, result {index} differs by up to {(a - b).abs().max().item():.3g}"
+
+
+@each([*PLAIN, *WITH_FEATURES])
+def test_thirty_runs_give_the_same_bits(kernel):
+    """Field case 35, and the forward always."""
+    backward, general = kernel.op == "bwd", kernel.mask == "general"
+    # Without a forced family the problem has to be so small that the dispatcher takes this one.
+    sizes = [(2, 1024, 8), (2, 1500, 2), (2, 1500, 2)] if FORCED_FAMILY else [(2, 450, 4), (2, 510, 2), (2, 510, 2)]
+    inputs = [torch.randn(*size, kernel.head_dim, device="cuda").to(kernel.dtype) for size in sizes]
+    inputs = [x.requires_grad_(backward) for x in inputs]
+    dout = torch.randn_like(inputs[0])
+    options = {"window_size": (300, 20), "softcap": 8.0} if general else {"causal": kernel.causal}
+
+    def call():
+        out, lse = flash_attn_func(*inputs, deterministic=True, return_lse=True, **options)
+        return (out, lse, *(torch.autograd.grad(out, inputs, dout) if backward else ()))
+
+    same_bits_thirty_times(call)
+
+
+@each(DECODE)
+def test_thirty_decoding_steps_give_the_same_bits(kernel):
+    q = torch.randn(3, 2, 8, kernel.head_dim, device="cuda").to(kernel.dtype)
+    caches = [torch.randn(3, 2000, 2, kernel.head_dim, device="cuda").to(kernel.dtype) for _ in range(2)]
+    lengths = torch.tensor([2000, 3, 777], dtype=torch.int32, device="cuda")
+    for splits in (0, 1, 9):
+        same_bits_thirty_times(
+            lambda splits=splits: flash_attn_with_kvcache(
+                q, *caches, cache_seqlens=lengths, causal=True, num_splits=splits, return_softmax_lse=True
+            )
+        )
+
+
+OTHER_FAMILIES = [] if FORCED_FAMILY else faster_families()
+SHARES = [(f, d) for f in OTHER_FAMILIES for d in sorted({k.head_dim for k in EVERY_KERNEL if k.family == f})]
+
+
+@pytest.mark.parametrize(("family", "head_dim"), SHARES, ids=lambda value: str(value))
+def test_a_faster_family_in_a_process_of_its_own(family, head_dim, tmp_path):
+    """These same tests, where the family is forced."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
+    environment = {**os.environ, "FLASH_ATTN_FAMILY": family}
+    environment.pop("FLASH_ATTN_TEST_SHARD", None)
+    done = subprocess.run(
+        [*command, "-k", f"{family}- and d{head_dim}-"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 def test_the_kernel_set_is_not_empty():

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from kernel_set import DTYPES, KERNELS, largest_head_dim, variants
+from kernel_set import DTYPES, largest_head_dim, variants
 from layouts import LAYOUTS
 from oracle import expected, mismatches, results
 
@@ -77,19 +77,6 @@ def test_tensors_of_another_device():
         assert torch.cuda.current_device() == 0
         found.append([x.cpu() for x in (out, lse, *grads)])
     assert_same_bits(found[1], found[0])
-
-
-@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel.op == "bwd"], ids=lambda kernel: kernel.key)
-def test_thirty_runs_give_the_same_bits(kernel):
-    """Field case 35, and the forward always."""
-    inputs = tensors(kernel.dtype, kernel.head_dim, batch=2, seqlen_q=1024, seqlen_k=1500, heads=8, heads_kv=2)
-    dout = torch.randn_like(inputs[0])
-    first = None
-    for _ in range(30):
-        out, lse, _ = flash_attn_func(*inputs, causal=kernel.causal, deterministic=True, return_attn_probs=True)
-        found = (out, lse, *torch.autograd.grad(out, inputs, dout))
-        first = first or found
-        assert_same_bits(found, first)
 
 
 @pytest.mark.parametrize(("dtype", "causal"), BACKWARD, ids=str)
