@@ -142,14 +142,43 @@ def page(session: nox.Session) -> None:
 
 @nox.session(name="test-gpu")
 def test_gpu(session: nox.Session) -> None:
-    """Kernel tests against the wheel in dist/, never the source tree; needs a GPU. Arguments go to pytest."""
-    wheel = the_wheel(session)
+    """Kernel tests against the wheel in dist/, never the source tree; needs a GPU. Arguments go to pytest.
+
+    `-- --sample --cases 20000` runs the random cases by the thousands instead, on all cores; arguments go to sample.py.
+    """
     install_locked(session, TOOLS_LOCK)
-    session.install(*test_torch())
+    install_the_wheel(session)
+    tests = ROOT / "tests" / "kernels"
+    if session.posargs[:1] == ["--sample"]:
+        session.run("python", str(tests / "sample.py"), *session.posargs[1:], env=clean_environment())
+        return
+    session.run("pytest", str(tests), *session.posargs, env=clean_environment())
+
+
+@nox.session
+def sanitize(session: nox.Session) -> None:
+    """Every kernel of the wheel in dist/ under compute-sanitizer; arguments go to tests/kernels/sanitize.py.
+
+    `nox -s sanitize -- --tool racecheck --kernels '*-d64-*'`; memcheck, racecheck and synccheck without arguments. The
+    tool is PyPI's: those of toolkits before CUDA 13.3 report hazards on Hopper that are none.
+    """
+    install_the_wheel(session)
+    session.install("nvidia-cuda-sanitizer-api>=13.3")
+    code = "import importlib.metadata as m; print(next(f.locate() for f in m.files('nvidia-cuda-sanitizer-api') "
+    code += "if f.name == 'compute-sanitizer' and f.parent.name == 'compute-sanitizer'))"
+    tool = str(session.run("python", "-c", code, silent=True)).strip()
+    session.run("chmod", "+x", tool, external=True)
+    arguments = session.posargs or ["--tool", "memcheck", "--tool", "racecheck", "--tool", "synccheck"]
+    script = str(ROOT / "tests" / "kernels" / "sanitize.py")
+    session.run("python", script, "--sanitizer", tool, *arguments, env=clean_environment())
+
+
+def install_the_wheel(session: nox.Session) -> None:
+    """Installs torch and the wheel in dist/; away from the source tree, `import flash_attn` can only find the wheel."""
+    wheel = the_wheel(session)
+    session.install("numpy", *test_torch())
     session.install("--force-reinstall", "--no-deps", str(wheel))
-    # Away from the source tree, so that `import flash_attn` can only find the wheel.
     session.chdir(session.create_tmp())
-    session.run("pytest", str(ROOT / "tests" / "kernels"), *session.posargs, env=clean_environment())
 
 
 @nox.session
@@ -408,13 +437,16 @@ def build_in_container(session: nox.Session, sdist: Path, folder: Path) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The attention benchmark on this machine's GPU, with the wheel in dist/. Arguments go to the benchmark."""
-    wheel = the_wheel(session)
-    session.install("numpy", "matplotlib", *test_torch())
-    session.install("--force-reinstall", "--no-deps", str(wheel))
-    session.chdir(session.create_tmp())
-    script = ROOT / "benchmarks" / "benchmark_flash_attention.py"
-    session.run("python", str(script), *session.posargs, env=clean_environment())
+    """The wheel in dist/ beside torch's backends and the bars, on this machine's GPU; arguments go to the benchmark.
+
+    Writes dist/benchmark.json, and the page and the chart made from it: `nox -s bench -- --only 'fwd-d128-*'`.
+    """
+    install_the_wheel(session)
+    benchmarks, result = ROOT / "benchmarks", DIST / "benchmark.json"
+    script, report = str(benchmarks / "benchmark.py"), str(benchmarks / "report.py")
+    session.run("python", script, "--json", str(result), *session.posargs, env=clean_environment())
+    pages = ["--markdown", str(DIST / "benchmark.md"), "--chart", str(DIST / "benchmark.svg")]
+    session.run("python", report, str(result), *pages)
 
 
 @nox.session(name="bench-build")

@@ -36,8 +36,8 @@ TOP_LEVEL = "flash_attn_interface.py"
 # What an editable install puts into the source folder of the package.
 GENERATED = ("libflash_attn.so", FILE_NAME, "build_info.json")
 _SDIST_SUFFIXES = (
-    ".cpp", ".css", ".cu", ".cuh", ".h", ".hcl", ".in", ".js", ".json", ".map", ".md", ".png", ".py", ".pyi", ".toml",
-    ".txt", ".typed", ".yml",
+    ".cpp", ".css", ".cu", ".cuh", ".h", ".hcl", ".in", ".js", ".json", ".map", ".md", ".png", ".py", ".pyi", ".svg",
+    ".toml", ".txt", ".typed", ".yml",
 )  # fmt: skip
 _SDIST_NAMES = ("Dockerfile", "LICENSE")
 # What the sdist lists and no wheel is made from.

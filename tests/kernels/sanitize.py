@@ -5,6 +5,8 @@ python tests/kernels/sanitize.py --tool memcheck --tool racecheck --processes 14
 A share of kernels in which something is found is run again kernel by kernel, so that each report has its key. Fails
 where anything is reported, where a result is wrong, and where a process does not come to its end.
 
+Before that each tool is given a kernel with the fault that it is for, and has to find it.
+
 What the tools see: memcheck, global and shared memory, wgmma's operands and bulk copies; each tensor has an allocation
 and padding of its own. racecheck, shared memory: ordinary accesses, cp.async, bulk copies and the fences before them,
 and mbarriers, which it has to be told the number of. It does not see what wgmma and TMA's tensor copies read. Before
@@ -51,6 +53,14 @@ TOOLS = {
     "racecheck": (*ONLY_OURS, *BARRIERS),
     "synccheck": (*ONLY_OURS, *BARRIERS),
     "initcheck": (),  # what torch's kernels write counts
+}
+
+# Kernels with a fault for each tool.
+CONTROLS = {
+    "memcheck": "x[1 << 24] = 1.0f;",
+    "racecheck": "__shared__ float s[64]; s[threadIdx.x] = x[threadIdx.x]; x[threadIdx.x] = s[63 - threadIdx.x];",
+    "synccheck": "if (threadIdx.x < 40) { __syncthreads(); } x[threadIdx.x] = 1.0f;",
+    "initcheck": "x[threadIdx.x] += 1.0f;",
 }
 
 # (seqlen_q, seqlen_k, head dim taken from the built one, layout): one key; rows that see none; tails in both
@@ -138,6 +148,13 @@ def run_rotary_kernel(kernel):
         check(kernel, f"rotary, {interleaved=}", run_rotary(0, kernel.dtype, 64, 32, interleaved))
 
 
+def run_control(tool):
+    source = f'extern "C" __global__ void flash_control(float* x) {{ {CONTROLS[tool]} }}'
+    x = torch.empty(64, device="cuda")
+    torch.cuda._compile_kernel(source, "flash_control")((1, 1, 1), (64, 1, 1), (x,))
+    torch.cuda.synchronize()
+
+
 def check(kernel, case, wrong):
     if wrong:
         sys.exit("\n".join([kernel.key, str(case), *wrong]))
@@ -167,18 +184,36 @@ class Share:
 
     def start(self, sanitizer):
         keys = [kernel.key for kernel in self.kernels]
-        command = [sanitizer, "--tool", self.tool, "--error-exitcode", str(FOUND), "--print-limit", "40"]
-        command += [*TOOLS[self.tool], sys.executable, str(Path(__file__).resolve()), "--run", *keys]
-        environment = {**os.environ, "FLASH_ATTN_FAMILY": self.kernels[0].family}
-        return subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # the tool and what it runs end together
-        )
+        return start(sanitizer, self.tool, ["--run", *keys], FLASH_ATTN_FAMILY=self.kernels[0].family)
+
+
+def start(sanitizer, tool, arguments, **variables):
+    """This script under the tool."""
+    command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "40", *TOOLS[tool]]
+    return subprocess.Popen(
+        [*command, sys.executable, str(Path(__file__).resolve()), *arguments],
+        env={**os.environ, **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # the tool and what it runs end together
+    )
+
+
+def finds_its_fault(sanitizer, tool):
+    """Whether a tool works here at all; if not, what it says is printed."""
+    process = start(sanitizer, tool, ["--control", tool])
+    try:
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+    found = "flash_control" in output and re.search(r"SUMMARY: [1-9]", output) is not None
+    print(f"{tool} {'finds' if found else 'does not find'} the fault of its control kernel", flush=True)
+    if not found:
+        print(shortened(output), flush=True)
+    return found
 
 
 def shares(tool, kernels, processes):
@@ -211,10 +246,10 @@ def work_off(waiting, processes, sanitizer, seconds):
             process = share.start(sanitizer)
             # Read by a thread: a tool that has a lot to say must not wait for us.
             reader = _reading(process.stdout)
-            running[process] = (share, reader, time.monotonic() + seconds)
+            running[process] = (share, reader, time.monotonic())
         time.sleep(0.2)
-        for process, (share, reader, end) in list(running.items()):
-            late = time.monotonic() > end
+        for process, (share, reader, begin) in list(running.items()):
+            late = time.monotonic() > begin + seconds
             if process.poll() is None and not late:
                 continue
             if late:
@@ -223,13 +258,15 @@ def work_off(waiting, processes, sanitizer, seconds):
             del running[process]
             output = reader()
             wrong = f"did not end within {seconds:.0f} s" if late else verdict(process.returncode, output)
+            name = share.kernels[0].key if len(share.kernels) == 1 else f"{len(share.kernels)} kernels"
+            print(f"{share.tool}, {name}: {wrong or 'clean'}, {time.monotonic() - begin:.1f} s", flush=True)
             if not wrong:
                 continue
             if len(share.kernels) > 1:
                 waiting.extend(Share(share.tool, (kernel,)) for kernel in share.kernels)
                 continue
             failures.append((share, wrong, output))
-            print(f"FAILED {share.tool} {share.kernels[0].key}: {wrong}\n{shortened(output)}", flush=True)
+            print(shortened(output), flush=True)
     return failures
 
 
@@ -258,7 +295,11 @@ def main(argv=None):
     parser.add_argument("--seconds", type=float, default=600.0, help="the most that a share may take")
     parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer"), help="its path")
     parser.add_argument("--run", nargs="+", metavar="KEY", help="these kernels, without the tool, in this process")
+    parser.add_argument("--control", choices=sorted(TOOLS), help="the kernel with a fault for this tool, likewise")
     options = parser.parse_args(argv)
+    if options.control:
+        run_control(options.control)
+        return 0
     if options.run:
         by_key = {kernel.key: kernel for kernel in EVERY_KERNEL}
         for key in options.run:
@@ -276,6 +317,9 @@ def main(argv=None):
     failed = False
     for tool in options.tool or ["memcheck"]:
         begin = time.monotonic()
+        if not finds_its_fault(options.sanitizer, tool):
+            failed = True
+            continue
         failures = work_off(
             shares(tool, kernels, options.processes), options.processes, options.sanitizer, options.seconds
         )
