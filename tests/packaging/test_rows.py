@@ -34,6 +34,7 @@ from buildtools.build import build, load_tables
 from buildtools.elf import read_needs
 from buildtools.host import broken_promises
 from buildtools.matrix import Wheel
+from buildtools.metadata import load_project
 from buildtools.variables import read_variables
 
 TABLE, MATRIX = load_tables(ROOT)
@@ -396,8 +397,11 @@ def test_budget(proof: Proof) -> None:
 # ---- For another processor ----
 
 
+OTHERS = [row.name for row in MATRIX.host_libraries.values() if row.machine != HERE]
+
+
 @pytest.mark.prove
-@pytest.mark.parametrize("name", [row.name for row in MATRIX.host_libraries.values() if row.machine != HERE])
+@pytest.mark.parametrize("name", OTHERS)
 def test_library_of_another_processor(name: str, tmp_path: Path) -> None:
     """Cross-compiled: its machine, tag, symbols and budget, as far as the file tells."""
     row = MATRIX.host_libraries[name]
@@ -420,3 +424,34 @@ def test_library_of_another_processor(name: str, tmp_path: Path) -> None:
         wheel = rows.build_row_wheel(item.name, tmp_path, kernel_set=kernels, folder=tmp_path, environ=environ)
         label = f"+{MATRIX.label(item)}".rstrip("+")
         assert wheel.name == f"flash_attn-2.9.0{label}-py3-none-{row.platform}.whl"
+
+
+@pytest.mark.prove
+@pytest.mark.parametrize("name", OTHERS)
+def test_library_of_another_processor_is_loaded_under_emulation(name: str, tmp_path: Path) -> None:
+    """By qemu, beside a libtorch that does nothing: it relocates, registers its operators, throws and catches."""
+    machine = MATRIX.host_libraries[name].machine
+    emulator, gxx = f"qemu-{machine}", f"{machine}-linux-gnu-g++"
+    assert shutil.which(emulator), f"{emulator} is needed (Debian: apt-get install qemu-user)"
+    built = rows.build_host(name, folder=tmp_path, environ=clean_environ())
+    undefined, _ = dynamic_symbols(built.path)
+    names = sorted(symbol for symbol in undefined if re.match(r"(aoti_)?torch_", symbol))
+    stub = ["int registered_operators;"]
+    for symbol in names:
+        counted = "++registered_operators; " if symbol == "torch_library_impl" else ""
+        stub.append(f"int {symbol}(void) {{ {counted}return 0; }}")
+    (tmp_path / "torch.c").write_text("\n".join(stub) + "\n")
+    command = [gxx, "-x", "c", "torch.c", "-shared", "-fPIC", "-Wl,-soname,libtorch.so", "-o", "libtorch.so"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    program = host_support.HELPERS / "load_alone.cpp"
+    subprocess.run(
+        [gxx, str(program), "-o", "load_alone", "-L.", "-Wl,--no-as-needed", "-ltorch"], cwd=tmp_path, check=True
+    )
+    arguments = ["-L", f"/usr/{machine}-linux-gnu", "-E", f"LD_LIBRARY_PATH={tmp_path}", "load_alone", str(built.path)]
+    result = subprocess.run([emulator, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    version, operators, reason = result.stdout.splitlines()
+    assert version == load_project(ROOT).base_version
+    sources = "".join(path.read_text() for path in sorted((ROOT / "csrc" / "host").glob("torch_*.cpp")))
+    assert int(operators) == len(re.findall(r"torch_library_impl\(", sources)) > 0
+    assert re.fullmatch(r"-1 .*libcuda\.so\.1.*", reason)
