@@ -64,3 +64,15 @@ def seeded():
     import torch
 
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def modest():
+    """What a large test has used is given back: other processes may have the GPU too."""
+    yield
+    import torch
+    from memory import fill_pool
+
+    if torch.cuda.memory_reserved() > 8 * 2**30:
+        torch.cuda.empty_cache()
+        fill_pool()

@@ -207,7 +207,7 @@ def finds_its_fault(sanitizer, tool):
     try:
         output, _ = process.communicate(timeout=60)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+        _end(process)
         output, _ = process.communicate()
     found = "flash_control" in output and re.search(r"SUMMARY: [1-9]", output) is not None
     print(f"{tool} {'finds' if found else 'does not find'} the fault of its control kernel", flush=True)
@@ -240,34 +240,40 @@ def verdict(code, output):
 def work_off(waiting, processes, sanitizer, seconds):
     """[(share, verdict, output)] of single kernels in which something is wrong; every share is tried."""
     waiting, failures, running = deque(waiting), [], {}
-    while waiting or running:
-        while waiting and len(running) < processes:
-            share = waiting.popleft()
-            process = share.start(sanitizer)
-            # Read by a thread: a tool that has a lot to say must not wait for us.
-            reader = _reading(process.stdout)
-            running[process] = (share, reader, time.monotonic())
-        time.sleep(0.2)
-        for process, (share, reader, begin) in list(running.items()):
-            late = time.monotonic() > begin + seconds
-            if process.poll() is None and not late:
-                continue
-            if late:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            del running[process]
-            output = reader()
-            wrong = f"did not end within {seconds:.0f} s" if late else verdict(process.returncode, output)
-            name = share.kernels[0].key if len(share.kernels) == 1 else f"{len(share.kernels)} kernels"
-            print(f"{share.tool}, {name}: {wrong or 'clean'}, {time.monotonic() - begin:.1f} s", flush=True)
-            if not wrong:
-                continue
-            if len(share.kernels) > 1:
-                waiting.extend(Share(share.tool, (kernel,)) for kernel in share.kernels)
-                continue
-            failures.append((share, wrong, output))
-            print(shortened(output), flush=True)
+    try:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                share = waiting.popleft()
+                process = share.start(sanitizer)
+                # Read by a thread: a tool that has a lot to say must not wait for us.
+                running[process] = (share, _reading(process.stdout), time.monotonic())
+            time.sleep(0.2)
+            for process, (share, reader, begin) in list(running.items()):
+                late = time.monotonic() > begin + seconds
+                if process.poll() is None and not late:
+                    continue
+                _end(process)
+                del running[process]
+                output = reader()
+                wrong = f"did not end within {seconds:.0f} s" if late else verdict(process.returncode, output)
+                name = share.kernels[0].key if len(share.kernels) == 1 else f"{len(share.kernels)} kernels"
+                print(f"{share.tool}, {name}: {wrong or 'clean'}, {time.monotonic() - begin:.1f} s", flush=True)
+                if wrong and len(share.kernels) > 1:
+                    waiting.extend(Share(share.tool, (kernel,)) for kernel in share.kernels)
+                elif wrong:
+                    failures.append((share, wrong, output))
+                    print(shortened(output), flush=True)
+    finally:
+        for process in running:
+            _end(process)
     return failures
+
+
+def _end(process):
+    """With what it has started, if it is still there."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _reading(stream):
@@ -308,6 +314,7 @@ def main(argv=None):
         return 0
     if not options.sanitizer:
         parser.error("compute-sanitizer is not on PATH: a CUDA toolkit has it, and so has nvidia-cuda-sanitizer-api")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs ends too
     families = (BASE_FAMILY, *faster_families())
     kernels = [
         kernel

@@ -1,13 +1,7 @@
 """Every key of the installed kernel set, at the shapes where tiles end: one test for each key.
 
-A process has one family of kernels for problems as small as these. The other families of this GPU have processes of
-their own, at the end.
+A process has one family of kernels for problems as small as these; see test_faster_families.py.
 """
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +9,7 @@ from cache_cases import CacheCase
 from cache_cases import run as run_cache
 from feature_cases import Case
 from feature_cases import run as run_feature
-from kernel_set import EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, faster_families, served
+from kernel_set import EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, served
 from layouts import LAYOUTS, contiguous
 from memory import poison
 from oracle import expected, mismatches, results
@@ -223,27 +217,6 @@ def test_thirty_decoding_steps_give_the_same_bits(kernel):
                 q, *caches, cache_seqlens=lengths, causal=True, num_splits=splits, return_softmax_lse=True
             )
         )
-
-
-OTHER_FAMILIES = [] if FORCED_FAMILY else faster_families()
-SHARES = [(f, d) for f in OTHER_FAMILIES for d in sorted({k.head_dim for k in EVERY_KERNEL if k.family == f})]
-
-
-@pytest.mark.parametrize(("family", "head_dim"), SHARES, ids=lambda value: str(value))
-def test_a_faster_family_in_a_process_of_its_own(family, head_dim, tmp_path):
-    """These same tests, where the family is forced."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).resolve())]
-    environment = {**os.environ, "FLASH_ATTN_FAMILY": family}
-    environment.pop("FLASH_ATTN_TEST_SHARD", None)
-    done = subprocess.run(
-        [*command, "-k", f"{family}- and d{head_dim}-"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
 
 
 def test_the_kernel_set_is_not_empty():

@@ -63,9 +63,8 @@ def head_dim_64_alone(tmp_path_factory):
 
 
 def call(folder, cache, arguments, **variables):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("FLASH_ATTN_")}
-    if "FLASH_ATTN_NVRTC" in os.environ:
-        environment["FLASH_ATTN_NVRTC"] = os.environ["FLASH_ATTN_NVRTC"]
+    kept = ("FLASH_ATTN_FAMILY", "FLASH_ATTN_NVRTC")
+    environment = {k: v for k, v in os.environ.items() if k in kept or not k.startswith("FLASH_ATTN_")}
     environment |= {"PYTHONPATH": str(folder), "FLASH_ATTN_CACHE_DIR": str(cache), **variables}
     command = [sys.executable, "-c", CALLS, json.dumps(arguments)]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
