@@ -4,7 +4,7 @@
 """
 
 import random
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from feature_oracle import Modifiers, Rows, allowed_errors, compare, differentiate, that_differ
@@ -53,6 +53,7 @@ class Case:
     spare_tokens: int = 0  # of no sequence, at the end of packed tensors
     dlse: bool = False
     deterministic: bool = False
+    page_size: int = 0  # k and v in pages, of the varlen form; forward alone
     backward: bool = True
     layouts: tuple = field(default=("contiguous",) * 4)  # of q, k, v and dout
 
@@ -113,7 +114,7 @@ def draw(seed, limits):
         options["seqused_q"] = tuple(rng.randint(0, n) for n in lengths_q)
     if not packed and maybe(0.15):
         options["leftpad_k"] = tuple(rng.randint(0, min(n, 20)) for n in lengths_k)
-    return Case(
+    case = Case(
         seed=seed,
         form=form,
         dtype=rng.choice(limits.dtypes),
@@ -140,6 +141,9 @@ def draw(seed, limits):
         layouts=tuple(rng.choice(LAYOUTS).__name__ if maybe(0.3) else "contiguous" for _ in range(4)),
         **options,
     )
+    if form == "varlen" and max(lengths_k) and maybe(0.5):
+        return replace(case, page_size=rng.choice((1, 16, 48, 64, 128, 256)), backward=False)
+    return case
 
 
 # The call.
@@ -219,6 +223,8 @@ def prepare(case, device):
         lengths = {"cu_seqlens_q": case.lengths_q, "cu_seqlens_k": case.lengths_k}
         arguments.update({name: numbers(_boundaries(n)) for name, n in lengths.items()})
         arguments.update(max_seqlen_q=max(case.lengths_q), max_seqlen_k=max(case.lengths_k))
+        if case.page_size:
+            arguments["block_table"] = numbers(_page_table(case))
         if case.form == "varlen_qkvpacked":
             arguments["cu_seqlens"], arguments["max_seqlen"] = arguments["cu_seqlens_q"], arguments["max_seqlen_q"]
             for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"):
@@ -226,9 +232,29 @@ def prepare(case, device):
     return Call(tensors, queries, keys, arguments)
 
 
-def _packed_together(tensors, form):
+def _page_table(case):
+    """The pages of each sequence, in any order, as a list of lists."""
+    each = -(-max(case.lengths_k) // case.page_size)
+    pages = list(range(len(case.lengths_k) * each + 2))
+    random.Random(case.seed).shuffle(pages)
+    return [pages[b * each : (b + 1) * each] for b in range(len(case.lengths_k))]
+
+
+def _in_pages(x, case):
+    """(T, Hk, D) -> (pages, page_size, Hk, D), NaN where there is no key."""
+    table, size = _page_table(case), case.page_size
+    pages = x.new_full(((len(table) * len(table[0]) + 2) * size, *x.shape[1:]), float("nan"))
+    rows = [table[b][i // size] * size + i % size for b, n in enumerate(case.lengths_k) for i in range(n)]
+    pages[torch.tensor(rows, dtype=torch.int64, device=x.device)] = x[: len(rows)]
+    return pages.unflatten(0, (-1, size))
+
+
+def _leaves(tensors, case):
     """The leaves of a form's call: packed tensors are stacked along the third dimension from the end."""
     q, k, v = (tensors[n].detach() for n in "qkv")
+    form = case.form
+    if case.page_size:
+        return [q, _in_pages(k, case), _in_pages(v, case)]
     if form.endswith("qkvpacked"):
         leaves = [torch.stack((q, k, v), dim=-3)]
     elif form.endswith("kvpacked"):
@@ -247,7 +273,7 @@ def call(case, prepared, before):
     """({"out", "lse", "dq", ...} with rows first, S_dmask) of the package."""
     function = getattr(flash_attn, f"flash_attn_{case.form}_func" if case.form != "func" else "flash_attn_func")
     tensors = prepared.tensors
-    leaves = _packed_together(tensors, case.form)
+    leaves = _leaves(tensors, case)
     sink = None if tensors["sink"] is None else tensors["sink"].detach().requires_grad_()
     torch.manual_seed(case.seed)
     before()

@@ -37,7 +37,19 @@ def test_cache_case(seed):
 
 def test_every_feature_is_drawn():
     cases = [draw(seed, LIMITS) for seed in range(1000)]
-    for name in ("chunk", "softcap", "alibi", "dropout_p", "sink", "seqused_q", "seqused_k", "leftpad_k", "dlse"):
+    named = (
+        "chunk",
+        "softcap",
+        "alibi",
+        "dropout_p",
+        "sink",
+        "seqused_q",
+        "seqused_k",
+        "leftpad_k",
+        "page_size",
+        "dlse",
+    )
+    for name in named:
         assert sum(bool(getattr(case, name)) for case in cases) > 30, name
     assert {case.form for case in cases} == set(FORMS)
     assert {case.dtype for case in cases} == {torch.float16, torch.bfloat16}
