@@ -15,6 +15,7 @@ import queue
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,6 +100,8 @@ def work(samples, done, reports):
         os.environ["FLASH_ATTN_FAMILY"] = family
     from memory import fill_pool
 
+    # From the thread that autograd starts, which has no context yet: of no account.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
     fill_pool(small=16, large=2)
     for sample in samples:
         try:
