@@ -20,7 +20,7 @@ from .archs import Arch, parse_arch
 from .errors import ArchError, SharedMemoryError, SubsetError, TableError, nearest
 
 OPS = ("fwd", "bwd", "decode", "rotary")
-DTYPES = ("fp16", "bf16")
+DTYPES = ("fp16", "bf16", "e4m3")
 MASKS = ("full", "causal", "general")  # FA_MASK is the place of the row's mask in this tuple
 REQUIRED_TILES = ("block_m", "block_n", "warps", "stages", "min_blocks")
 SPLIT = "split"  # 1: two thread blocks serve each key block of bwd; the archive tells the host library

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .choose import PublishedWheel
+from .kernels import DTYPES
 from .manifest import Manifest
 from .matrix import Matrix
 from .page_choice import Choice, planned_wheels, questions
@@ -263,7 +264,7 @@ def _holds(kernels: dict[str, Any]) -> list[Markup]:
         return [element("small", "no kernels")]
     keys = kernels["keys"]
     dims = sorted({int(found[1]) for key in keys if (found := re.search(r"-d(\d+)(?=-|$)", key))})
-    kinds = sorted({part for key in keys for part in key.split("-") if part in ("fp16", "bf16", "fp8")})
+    kinds = sorted({part for key in keys for part in key.split("-") if part in DTYPES})
     operations = sorted({key.partition("-")[0] for key in keys})
     archs = [f"PTX {arch.removeprefix('ptx')}" if arch.startswith("ptx") else f"sm_{arch}" for arch in kernels["archs"]]
     lists = [element("ul", *(element("li", text) for text in archs), class_="chips", aria_label="GPU architectures")]

@@ -12,7 +12,7 @@ from flash_attn._buildtools import archive
 BASE_FAMILY = "sm80"  # has every feature and serves every GPU, and small problems where no family is forced
 FORCED_FAMILY = os.environ.get("FLASH_ATTN_FAMILY") or None
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}  # of every op
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,13 @@ class Kernel:
 
 def parse(key):
     op, family, dtype, head_dim, mask = key.split("-")
-    return Kernel(key, op, family, DTYPES[dtype], int(head_dim.removeprefix("d")), mask)
+    dtype = torch.float8_e4m3fn if dtype == "e4m3" else DTYPES[dtype]
+    return Kernel(key, op, family, dtype, int(head_dim.removeprefix("d")), mask)
 
 
-EVERY_KERNEL = [parse(key) for key in archive.read(Path(flash_attn.__file__).parent / "flash_attn.kernels").keys]
+_KEYS = archive.read(Path(flash_attn.__file__).parent / "flash_attn.kernels").keys
+EVERY_KERNEL = [parse(key) for key in _KEYS if "-e4m3-" not in key]
+FP8_KERNELS = [parse(key) for key in _KEYS if "-e4m3-" in key]  # forward only, with descale factors: tests of their own
 # Those of attention with a scale and a causal mask, and those with every other feature.
 KERNELS = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask in ("full", "causal")]
 GENERAL = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask == "general"]

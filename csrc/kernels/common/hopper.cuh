@@ -48,6 +48,14 @@ __device__ __forceinline__ void load_box(unsigned dst, const void* tensor_map, u
       : "memory");
 }
 
+// 9.7.9.25.4.1 cp.async.bulk: `bytes` (a multiple of 16) consecutive bytes to shared memory.
+__device__ __forceinline__ void load_bytes(unsigned dst, const void* src, int bytes, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const void* tensor_map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
 }
@@ -99,6 +107,17 @@ __device__ __forceinline__ unsigned long long descriptor_mn_major(unsigned addre
          static_cast<unsigned long long>(panel_bytes >> 4) << 16 | 64ull << 32 | 1ull << 62;
 }
 
+// The same K-major tile with rows of 64 bytes in the 64-byte swizzle: 8-row groups are 512 bytes apart.
+__device__ __forceinline__ unsigned long long descriptor_k_major_64(unsigned address) {
+  return static_cast<unsigned long long>((address & 0x3ffff) >> 4) | 1ull << 16 | 32ull << 32 | 2ull << 62;
+}
+
+// K-major without a swizzle, as core matrices of 8 rows by 16 bytes, 128 bytes each: the two of a product's step lie side by
+// side, those of the next 8 rows follow.
+__device__ __forceinline__ unsigned long long descriptor_core_matrices(unsigned address) {
+  return static_cast<unsigned long long>((address & 0x3ffff) >> 4) | 8ull << 16 | 16ull << 32;
+}
+
 // The operand lists of wgmma: the accumulator's registers in eights.
 #define FA_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FA_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -125,7 +144,8 @@ __device__ __forceinline__ unsigned long long descriptor_mn_major(unsigned addre
 #define FA_L10 FA_L9 ", " FA_R9
 #define FA_L11 FA_L10 ", " FA_R10
 #define FA_L12 FA_L11 ", " FA_R11
-#define FA_L16 FA_L12 ", " FA_R12 ", " FA_R13 ", " FA_R14 ", " FA_R15
+#define FA_L14 FA_L12 ", " FA_R12 ", " FA_R13
+#define FA_L16 FA_L14 ", " FA_R14 ", " FA_R15
 #define FA_F8(i)                                                                                                       \
   "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]),  \
       "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
@@ -138,7 +158,8 @@ __device__ __forceinline__ unsigned long long descriptor_mn_major(unsigned addre
 #define FA_D10 FA_D9, FA_F8(9)
 #define FA_D11 FA_D10, FA_F8(10)
 #define FA_D12 FA_D11, FA_F8(11)
-#define FA_D16 FA_D12, FA_F8(12), FA_F8(13), FA_F8(14), FA_F8(15)
+#define FA_D14 FA_D12, FA_F8(12), FA_F8(13)
+#define FA_D16 FA_D14, FA_F8(14), FA_F8(15)
 
 // Products of 64 x N x 16. `shared`: d = a b^T (+ d), both from K-major tiles. `registers`: d += a b, a as an mma.sync A
 // operand of each warp's 16 rows, b an MN-major tile.
@@ -178,5 +199,40 @@ FA_WGMMA_BOTH(160, 10, "%80", "%81", "%82", "%83", "%84")
 FA_WGMMA_BOTH(176, 11, "%88", "%89", "%90", "%91", "%92")
 FA_WGMMA_BOTH(192, 12, "%96", "%97", "%98", "%99", "%100")
 FA_WGMMA_BOTH(256, 16, "%128", "%129", "%130", "%131", "%132")
+
+// Products of 64 x N x 32 of e4m3, fp32 accumulators of 14 significant bits: sums of many products are to be added up
+// elsewhere. b is K-major, a a K-major tile or, in registers, 16 rows a warp: a lane has bytes 4 (l % 4) to + 3 of rows l / 4
+// and l / 4 + 8, then the same 16 bytes further.
+template <int kN>
+struct WgmmaE4m3;
+
+#define FA_WGMMA_E4M3(N, EIGHTS, X0, X1, X2, X3, X4, X5)                                                              \
+  template <>                                                                                                          \
+  struct WgmmaE4m3<N> {                                                                                                \
+    static __device__ __forceinline__ void shared(float (&d)[N / 2], unsigned long long a, unsigned long long b,       \
+                                                  int accumulate) {                                                    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X2 ", 0;\n"                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FA_L##EIGHTS "}, " X0 ", " X1          \
+                   ", p, 1, 1;\n}"                                                                                     \
+                   : FA_D##EIGHTS                                                                                      \
+                   : "l"(a), "l"(b), "r"(accumulate));                                                                 \
+    }                                                                                                                  \
+    static __device__ __forceinline__ void registers(float (&d)[N / 2], const unsigned (&a)[4], unsigned long long b,  \
+                                                     int accumulate) {                                                 \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X5 ", 0;\n"                                                    \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FA_L##EIGHTS "}, {" X0 ", " X1 ", " X2 \
+                   ", " X3 "}, " X4 ", p, 1, 1;\n}"                                                                    \
+                   : FA_D##EIGHTS                                                                                      \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));                             \
+    }                                                                                                                  \
+  };
+
+FA_WGMMA_E4M3(64, 4, "%32", "%33", "%34", "%35", "%36", "%37")
+FA_WGMMA_E4M3(96, 6, "%48", "%49", "%50", "%51", "%52", "%53")
+FA_WGMMA_E4M3(128, 8, "%64", "%65", "%66", "%67", "%68", "%69")
+FA_WGMMA_E4M3(160, 10, "%80", "%81", "%82", "%83", "%84", "%85")
+FA_WGMMA_E4M3(192, 12, "%96", "%97", "%98", "%99", "%100", "%101")
+FA_WGMMA_E4M3(224, 14, "%112", "%113", "%114", "%115", "%116", "%117")
+FA_WGMMA_E4M3(256, 16, "%128", "%129", "%130", "%131", "%132", "%133")
 
 }  // namespace hopper

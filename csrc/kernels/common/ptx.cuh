@@ -76,6 +76,16 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
   return pair;
 }
 
+// Four floats to four e4m3 of a register, the first in the lowest byte, rounded to nearest even, at most 448. sm_89 and later.
+__device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d) {
+  unsigned word;
+  asm("{\n .reg .b16 low, high;\n cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      " mov.b32 %0, {low, high};\n}"
+      : "=r"(word)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return word;
+}
+
 // A pair of 16-bit floats to two floats.
 template <bool kBf16>
 __device__ __forceinline__ void unpack(unsigned pair, float& low, float& high) {

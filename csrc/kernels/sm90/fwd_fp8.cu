@@ -1,0 +1,573 @@
+// FP8 attention forward for Hopper (sm_90a): e4m3 Q, K and V with a factor per (batch, KV head), bf16 output, fp32 log-sum-exp.
+//
+// Built as fwd.cu is: a producer warp, consumer warpgroups of 64 query rows, tiles dealt in rounds. What FP8 changes:
+//   - Its products take both operands by columns, so flash_transpose_v writes V into tiles in shared memory's order first,
+//     keys permuted such that an accumulator of Q K^T, packed, is an operand of P V: no shuffles.
+//   - Its accumulators keep 14 bits. The values of one key block are summed in a fresh accumulator and added to the output
+//     in fp32, which also rescales it for free. The accumulator takes the registers of the scores, so a warpgroup has no
+//     product under its own softmax; the other's products run there.
+//   - P is as good as its place in the range of e4m3: the largest of a row is put to 2^kHeadroom, and may grow to 2^8
+//     before the row's base is raised. Whether one did is read off the packed P, so most blocks need no maximum at all.
+#include "common/hopper.cuh"
+#include "common/problem.cuh"
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "params.h"
+
+namespace {
+
+using problem::kCausal;
+using problem::kGeneral;
+
+constexpr int kHeadDim = FA_HEAD_DIM;
+constexpr int kBlockM = FA_BLOCK_M;
+constexpr int kBlockN = FA_BLOCK_N;
+constexpr int kStages = FA_STAGES;
+constexpr int kValueColumns = FA_VALUE_COLUMNS;  // of one product P V
+
+constexpr int kConsumers = kBlockM / 64;  // warpgroups
+constexpr int kThreads = 128 * (kConsumers + 1);
+static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
+static_assert(kStages <= 4, "Barriers");
+static_assert(kThreads == FA_WARPS * 32 && kConsumers * 64 == kBlockM && kBlockN % 32 == 0);
+
+constexpr int kScores = kBlockN / 2;  // of a thread: 2 rows, kBlockN / 4 columns
+constexpr int kOutputs = kHeadDim / 2;
+constexpr int kSteps = kBlockN / 32;  // products of 32 keys
+constexpr float kHeadroom = 4.0f;
+constexpr float kLog2e = 1.4426950408889634074f;
+constexpr float kLn2 = 0.69314718055994530942f;
+
+// Q and K: panels of 128 columns in the 128-byte swizzle, or one of 64 in the 64-byte swizzle.
+constexpr int kRowBytes = kHeadDim < 128 ? kHeadDim : 128;
+constexpr int kPanels = kHeadDim / kRowBytes;
+constexpr int kQueryPanel = kBlockM * kRowBytes;
+constexpr int kKeyPanel = kBlockN * kRowBytes;
+constexpr int kQueryBytes = kBlockM * kHeadDim;
+constexpr int kKeyBytes = kBlockN * kHeadDim;  // of a tile of K, or of V
+static_assert(kHeadDim == 64 || kHeadDim % 128 == 0);
+
+// V: for each 32 keys kHeadDim columns, in core matrices of 8 columns by 16 keys.
+constexpr int kValueStep = 32 * kHeadDim;
+constexpr int kValueChunks = kHeadDim / kValueColumns;
+static_assert(kHeadDim % kValueColumns == 0);
+
+constexpr int kOutputPanel = kBlockM * tile::kRowBytes;
+constexpr int kOutputBytes = kBlockM * kHeadDim * 2;
+constexpr int kBarrierBytes = 1024;
+static_assert(kOutputBytes + kQueryBytes + 2 * kStages * kKeyBytes + kBarrierBytes == FA_SMEM_BYTES,
+              "kernels.toml: smem of fwd");
+
+using ScoreProduct = hopper::WgmmaE4m3<kBlockN>;
+using OutputProduct = hopper::WgmmaE4m3<kValueColumns>;
+
+extern __shared__ __align__(1024) char shared_memory[];
+
+// Barriers, 8 bytes each.
+struct Barriers {
+  unsigned base;
+  __device__ __forceinline__ unsigned q_full() const { return base; }
+  __device__ __forceinline__ unsigned q_empty() const { return base + 8; }
+  __device__ __forceinline__ unsigned k_full(int s) const { return base + 16 + 8 * s; }
+  __device__ __forceinline__ unsigned k_empty(int s) const { return base + 48 + 8 * s; }
+  __device__ __forceinline__ unsigned v_full(int s) const { return base + 80 + 8 * s; }
+  __device__ __forceinline__ unsigned v_empty(int s) const { return base + 112 + 8 * s; }
+};
+
+// The order of the tiles: heads in groups whose K and V stay in L2; in a group the longest tiles of all heads come first.
+// Every other round is dealt in reverse, so that each thread block gets its share of long and short ones.
+struct Tile {
+  int head_index, block;
+
+  __device__ __forceinline__ Tile(const flash_attn::FwdTmaParams& p, int round) {
+    const int place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+    const int index = round * static_cast<int>(gridDim.x) + place;
+    const int total = p.fwd.batch * p.fwd.heads;
+    if (!kCausal) {
+      head_index = index / p.fwd.blocks_m;
+      block = index - head_index * p.fwd.blocks_m;
+    } else {
+      const int per_group = p.heads_per_group * p.fwd.blocks_m;
+      const int group = index / per_group;
+      const int heads = max(1, min(p.heads_per_group, total - group * p.heads_per_group));
+      const int rank = (index - group * per_group) / heads;
+      head_index = group * p.heads_per_group + (index - group * per_group) - rank * heads;
+      block = p.fwd.blocks_m - 1 - rank;
+    }
+  }
+
+  __device__ __forceinline__ bool exists(const flash_attn::FwdTmaParams& p) const {
+    return block >= 0 && head_index < p.fwd.batch * p.fwd.heads;
+  }
+};
+
+// One tile of work: kBlockM queries of a head.
+struct Work {
+  int batch, head, first_row;
+  problem::Sequence sequence;
+  problem::Mask mask;
+  int first, last;            // key blocks [first, last) hold visible keys
+  int full_first, full_last;  // of these, [full_first, full_last) need no mask
+
+  __device__ __forceinline__ Work(const flash_attn::FwdParams& p, const Tile& place)
+      : batch(place.head_index / p.heads),
+        head(place.head_index - batch * p.heads),
+        first_row(place.block * kBlockM),
+        sequence(p, batch),
+        mask(sequence, p.modifiers) {
+    const int last_row = min(first_row + kBlockM, sequence.seqlen_q) - 1;
+    last = max(0, mask.last(last_row) + kBlockN) / kBlockN;
+    full_last = max(0, mask.last(first_row) + 1) / kBlockN;
+    first = kGeneral ? mask.first(first_row) / kBlockN : 0;
+    full_first = kGeneral ? (mask.first(last_row) + kBlockN - 1) / kBlockN : 0;
+  }
+
+  __device__ __forceinline__ bool empty() const { return last <= first; }
+};
+
+// Position in a ring of kStages buffers.
+struct Ring {
+  int stage = 0;
+  int phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+// Where tile 0 of a sequence's values lies in the workspace.
+__device__ __forceinline__ char* value_tiles(const flash_attn::FwdFp8Params& p, int batch, int head_kv) {
+  const int* const cu_seqlens_k = p.tma.fwd.sequences.cu_seqlens_k;
+  const int first = cu_seqlens_k != nullptr ? cu_seqlens_k[batch] / kBlockN + batch : batch * p.blocks_n;
+  return static_cast<char*>(p.v_tiles) +
+         (static_cast<long long>(head_kv) * p.v_tiles_of_head + first) * kKeyBytes;
+}
+
+__device__ __forceinline__ float factor_of(const flash_attn::Descale& descale, int batch, int head_kv) {
+  return descale.data == nullptr ? 1.0f : descale.data[batch * descale.batch + head_kv * descale.head];
+}
+
+__device__ __forceinline__ void produce(const flash_attn::FwdFp8Params& params, const Barriers& barriers,
+                                        unsigned shared_q, unsigned shared_k, unsigned shared_v, int rounds) {
+  const flash_attn::FwdTmaParams& p = params.tma;
+  Ring k_ring, v_ring;
+  int q_phase = 0;
+  ptx::wait_on_dependencies();  // flash_transpose_v
+  for (int round = 0; round < rounds; ++round) {
+    const Tile next(p, round);
+    if (!next.exists(p)) break;
+    const Work work(p.fwd, next);
+    if (work.first_row >= work.sequence.seqlen_q || work.empty()) continue;
+    const int head_kv = work.head / p.fwd.group;
+    const char* const values = value_tiles(params, work.batch, head_kv);
+    auto load_k = [&](int n) {
+      const unsigned full = barriers.k_full(k_ring.stage);
+      hopper::barrier_wait(barriers.k_empty(k_ring.stage), k_ring.phase ^ 1);
+      hopper::barrier_expect_bytes(full, kKeyBytes);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        hopper::load_box(shared_k + k_ring.stage * kKeyBytes + panel * kKeyPanel, p.k_map, full, panel * kRowBytes,
+                         static_cast<int>(work.sequence.k_row) + n * kBlockN, head_kv,
+                         p.fwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch);
+      }
+      k_ring.advance();
+    };
+    auto load_v = [&](int n) {
+      const unsigned full = barriers.v_full(v_ring.stage);
+      hopper::barrier_wait(barriers.v_empty(v_ring.stage), v_ring.phase ^ 1);
+      hopper::barrier_expect_bytes(full, kKeyBytes);
+      hopper::load_bytes(shared_v + v_ring.stage * kKeyBytes, values + static_cast<long long>(n) * kKeyBytes, kKeyBytes,
+                         full);
+      v_ring.advance();
+    };
+    load_k(work.last - 1);
+    hopper::barrier_wait(barriers.q_empty(), q_phase ^ 1);
+    hopper::barrier_expect_bytes(barriers.q_full(), kQueryBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      hopper::load_box(shared_q + panel * kQueryPanel, p.q_map, barriers.q_full(), panel * kRowBytes,
+                       static_cast<int>(work.sequence.q_row) + work.first_row, work.head,
+                       p.fwd.sequences.cu_seqlens_q != nullptr ? 0 : work.batch);
+    }
+    q_phase ^= 1;
+    for (int n = work.last - 1; n > work.first; --n) {
+      load_k(n - 1);
+      load_v(n);
+    }
+    load_v(work.first);
+  }
+}
+
+__device__ __forceinline__ unsigned long long operand(unsigned address) {
+  return kRowBytes == 64 ? hopper::descriptor_k_major_64(address) : hopper::descriptor_k_major(address);
+}
+
+// S = Q K^T of this warpgroup's 64 rows; not waited for.
+__device__ __forceinline__ void multiply_scores(float (&s)[kScores], unsigned q_tile, unsigned k_tile) {
+  constexpr int kPanelSteps = kRowBytes / 32;
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 32; ++step) {
+    const unsigned column = step % kPanelSteps * 32;
+    ScoreProduct::shared(s, operand(q_tile + step / kPanelSteps * kQueryPanel + column),
+                         operand(k_tile + step / kPanelSteps * kKeyPanel + column), step > 0);
+  }
+  hopper::wgmma_commit();
+}
+
+// P V of the columns of chunk `chunk`; not waited for.
+__device__ __forceinline__ void multiply_values(float (&values)[kValueColumns / 2],
+                                                const unsigned (&probabilities)[kSteps][4], unsigned v_tile,
+                                                int chunk) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    OutputProduct::registers(values, probabilities[step],
+                             hopper::descriptor_core_matrices(v_tile + step * kValueStep + chunk * kValueColumns * 32),
+                             step > 0);
+  }
+  hopper::wgmma_commit();
+}
+
+// P = 2^x as operands of P V, and its sums by rows. Returns whether a P of this thread is 2^8 or more.
+__device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4], float (&sum)[2],
+                                             const float (&x)[kScores]) {
+  unsigned carries = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int pair = 0; pair < kBlockN / 16; ++pair) {  // of 8-column groups
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[i] = ptx::exp2(x[8 * pair + 4 * (i / 2) + 2 * half + i % 2]);
+      even += p[0];
+      odd += p[1];
+      even += p[2];
+      odd += p[3];
+      const unsigned packed = ptx::pack_e4m3(p[0], p[1], p[2], p[3]);
+      carries |= packed + 0x08080808u;  // 2^8 is 0x78
+      probabilities[pair / 2][half + 2 * (pair % 2)] = packed;
+    }
+    sum[half] = even + odd;
+    asm volatile("" : "+f"(sum[half]));  // else the sums wait for the branch that follows, and every p with them
+  }
+  return (carries & 0x80808080u) != 0;
+}
+
+// Raises the rows' bases for a block of scores x, which are relative to them. `factor`: what sums so far must be scaled by.
+__device__ __forceinline__ void raise_base(float (&x)[kScores], float (&base)[2], float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // Two chains, so that a maximum does not wait for the one before it.
+    float even = fmaxf(x[2 * half], x[2 * half + 1]);
+    float odd = fmaxf(x[4 + 2 * half], x[4 + 2 * half + 1]);
+#pragma unroll
+    for (int j = 2; j < kBlockN / 8; j += 2) {
+      even = fmaxf(even, fmaxf(x[4 * j + 2 * half], x[4 * j + 2 * half + 1]));
+      odd = fmaxf(odd, fmaxf(x[4 * j + 4 + 2 * half], x[4 * j + 4 + 2 * half + 1]));
+    }
+    float m = fmaxf(even, odd);
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+    const bool unset = base[half] == ptx::kMinusInfinity;
+    float up = m - kHeadroom;
+    if (!unset) up = fmaxf(up, 0.0f);
+    factor[half] = unset ? 0.0f : ptx::exp2(-up);
+    base[half] = unset ? up : base[half] + up;
+    if (up == ptx::kMinusInfinity) up = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      x[4 * j + 2 * half] -= up;
+      x[4 * j + 2 * half + 1] -= up;
+    }
+  }
+}
+
+// Scores to probabilities. A block that may be masked starts from its maximum; another one tries the bases as they are.
+template <bool kMasked>
+__device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], float (&s)[kScores], float (&base)[2],
+                                        float (&row_sum)[2], float (&factor)[2], float scale_log2) {
+  bool unset = false;  // a row has seen no key
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    factor[half] = 1.0f;
+    unset |= base[half] == ptx::kMinusInfinity;
+    const float subtracted = base[half] == ptx::kMinusInfinity ? 0.0f : base[half];
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      s[4 * j + 2 * half] = fmaf(s[4 * j + 2 * half], scale_log2, -subtracted);
+      s[4 * j + 2 * half + 1] = fmaf(s[4 * j + 2 * half + 1], scale_log2, -subtracted);
+    }
+  }
+  float sum[2];
+  if constexpr (kMasked) {
+    raise_base(s, base, factor);
+    exponentials(probabilities, sum, s);
+  } else {
+    bool raised = false;
+    while (__any_sync(0xffffffffu, exponentials(probabilities, sum, s) || unset) && !raised) {
+      raise_base(s, base, factor);
+      raised = true;
+    }
+  }
+  row_sum[0] = fmaf(row_sum[0], factor[0], sum[0]);
+  row_sum[1] = fmaf(row_sum[1], factor[1], sum[1]);
+}
+
+__device__ __forceinline__ void apply_mask(float (&s)[kScores], const problem::Mask& mask, int row, int key) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int last = mask.last(row + 8 * half) - key;
+    const int first = mask.first(row + 8 * half) - key;
+#pragma unroll
+    for (int j = 0; j < kBlockN / 8; ++j) {
+      if (8 * j > last || (kGeneral && 8 * j < first)) s[4 * j + 2 * half] = ptx::kMinusInfinity;
+      if (8 * j + 1 > last || (kGeneral && 8 * j + 1 < first)) s[4 * j + 2 * half + 1] = ptx::kMinusInfinity;
+    }
+  }
+}
+
+// Softcap: raw scores become c tanh(scale s / c), in base 2.
+__device__ __forceinline__ void cap(float (&s)[kScores], float softcap, float scale) {
+  if (softcap <= 0.0f) return;
+  const float in = scale / softcap;
+  const float out = softcap * kLog2e;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) s[i] = ptx::tanh(s[i] * in) * out;
+}
+
+__device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, const Barriers& barriers,
+                                        unsigned shared_out, unsigned shared_q, unsigned shared_k, unsigned shared_v,
+                                        int rounds) {
+  const flash_attn::FwdParams& p = params.tma.fwd;
+  const int group = threadIdx.x / 128 - 1;
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  const unsigned q_tile = shared_q + group * 64 * kRowBytes;
+  Ring k_ring, v_ring;
+  int q_phase = 0;
+  const int my_row = group * 64 + warp * 16 + lane / 4;
+
+  for (int round = 0; round < rounds; ++round) {
+    const Tile next(params.tma, round);
+    if (!next.exists(params.tma)) break;
+    const Work work(p, next);
+    const int rows = work.sequence.seqlen_q - work.first_row;
+    if (rows <= 0) continue;
+    float out[kOutputs];
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
+    float base[2] = {ptx::kMinusInfinity, ptx::kMinusInfinity};
+    float row_sum[2] = {0.0f, 0.0f};
+
+    if (!work.empty()) {
+      const int head_kv = work.head / p.group;
+      const float descale = factor_of(params.q_descale, work.batch, head_kv) *
+                            factor_of(params.k_descale, work.batch, head_kv);
+      const bool capped = kGeneral && p.modifiers.softcap > 0.0f;
+      const float scale_log2 = capped ? 1.0f : p.scale_log2 * descale;
+      const int row = work.first_row + my_row;
+      const int key = lane % 4 * 2;
+      hopper::barrier_wait(barriers.q_full(), q_phase);
+      q_phase ^= 1;
+
+      auto step = [&](int n, auto masked) {
+        constexpr bool kMasked = decltype(masked)::value;
+        unsigned probabilities[kSteps][4];
+        float factor[2];
+        {
+          float s[kScores];
+          hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
+          hopper::wgmma_fence();
+          multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
+          hopper::wgmma_wait<0>();
+          hopper::hold(s);
+          if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
+          k_ring.advance();
+          if constexpr (kGeneral) {
+            cap(s, p.modifiers.softcap, p.scale * descale);
+            if (n >= work.full_last || n < work.full_first) apply_mask(s, work.mask, row, n * kBlockN + key);
+          } else if constexpr (kMasked) {
+            apply_mask(s, work.mask, row, n * kBlockN + key);
+          }
+          softmax<kMasked>(probabilities, s, base, row_sum, factor, scale_log2);
+        }
+        // Two chunks of columns are under way at a time: one is added to the output while the next is multiplied.
+        float values[kValueChunks < 2 ? 1 : 2][kValueColumns / 2];
+        const unsigned v_tile = shared_v + v_ring.stage * kKeyBytes;
+        hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
+        hopper::wgmma_fence();
+        multiply_values(values[0], probabilities, v_tile, 0);
+#pragma unroll
+        for (int chunk = 0; chunk < kValueChunks; ++chunk) {
+          if (chunk + 1 < kValueChunks) {
+            hopper::wgmma_fence();
+            multiply_values(values[(chunk + 1) % 2], probabilities, v_tile, chunk + 1);
+            hopper::wgmma_wait<1>();
+          } else {
+            hopper::wgmma_wait<0>();
+          }
+          hopper::hold(values[chunk % 2]);
+#pragma unroll
+          for (int i = 0; i < kValueColumns / 2; ++i) {
+            float& sum = out[chunk * kValueColumns / 2 + i];
+            sum = fmaf(sum, factor[i / 2 % 2], values[chunk % 2][i]);
+          }
+        }
+        if (lane == 0) hopper::barrier_arrive(barriers.v_empty(v_ring.stage));
+        v_ring.advance();
+      };
+      int n = work.last - 1;
+      if constexpr (kGeneral) {
+        for (; n >= work.first; --n) step(n, tile::True{});
+      } else {
+        step(n--, tile::True{});
+        if constexpr (kCausal) {
+          for (; n >= work.full_last; --n) step(n, tile::True{});
+        }
+        for (; n >= 0; --n) step(n, tile::False{});
+      }
+      if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
+    }
+
+    float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
+    if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
+    const float v_descale = factor_of(params.v_descale, work.batch, work.head / p.group);
+    float* const lse =
+        p.lse + work.batch * p.lse_batch_stride + work.head * p.lse_head_stride + work.sequence.q_row + work.first_row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = row_sum[half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      float scale = v_descale;
+      if constexpr (kGeneral) {
+        const float m = fmaxf(base[half], sink);
+        if (m != ptx::kMinusInfinity) {
+          const float down = ptx::exp2(base[half] - m);
+          scale *= down;
+          sum = fmaf(sum, down, ptx::exp2(sink - m));
+        }
+        base[half] = m;
+      }
+      const int row = my_row + 8 * half;
+      const float inverse = sum == 0.0f ? 0.0f : scale / sum;
+      if (lane % 4 == 0 && row < rows) {
+        lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (base[half] + ptx::log2(sum)) * kLn2;
+      }
+#pragma unroll
+      for (int j = 0; j < kHeadDim / 8; ++j) {
+        ptx::store_shared(shared_out + j / 8 * kOutputPanel + tile::swizzled(row, j % 8) + lane % 4 * 4,
+                          ptx::pack<true>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse));
+      }
+    }
+    __syncwarp();
+    // 8 lanes write the 128 bytes of a panel row; a warp four rows at a time.
+#pragma unroll
+    for (int pass = 0; pass < 4; ++pass) {
+      const int row = group * 64 + warp * 16 + pass * 4 + lane / 8;
+#pragma unroll
+      for (int panel = 0; panel < kHeadDim / 64; ++panel) {
+        if (row < rows && panel * 64 + lane % 8 * 8 < p.head_dim_v) {
+          char* const destination = tile::destination(p.out, p.out_stride, work.batch, work.head,
+                                                      work.sequence.q_row + work.first_row + row, lane);
+          *reinterpret_cast<uint4*>(destination + panel * tile::kRowBytes) =
+              ptx::load_shared_16(shared_out + panel * kOutputPanel + tile::swizzled(row, lane % 8));
+        }
+      }
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    flash_fwd(const __grid_constant__ flash_attn::FwdFp8Params p) {
+  const unsigned shared_out = ptx::shared_address(shared_memory);
+  const unsigned shared_q = shared_out + kOutputBytes;
+  const unsigned shared_k = shared_q + kQueryBytes;
+  const unsigned shared_v = shared_k + kStages * kKeyBytes;
+  const Barriers barriers{shared_v + kStages * kKeyBytes};
+  const int tiles = p.tma.fwd.blocks_m * p.tma.fwd.heads * p.tma.fwd.batch;
+  const int rounds = (tiles + gridDim.x - 1) / gridDim.x;
+  if (threadIdx.x == 0) {
+    hopper::barrier_init(barriers.q_full(), 1);
+    hopper::barrier_init(barriers.q_empty(), 4 * kConsumers);
+    for (int stage = 0; stage < kStages; ++stage) {
+      hopper::barrier_init(barriers.k_full(stage), 1);
+      hopper::barrier_init(barriers.v_full(stage), 1);
+      hopper::barrier_init(barriers.k_empty(stage), 4 * kConsumers);
+      hopper::barrier_init(barriers.v_empty(stage), 4 * kConsumers);
+    }
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    hopper::give_registers<kConsumers == 3 ? 32 : 24>();
+    if (threadIdx.x == 0) {
+      hopper::prefetch_map(p.tma.q_map);
+      hopper::prefetch_map(p.tma.k_map);
+      produce(p, barriers, shared_q, shared_k, shared_v, rounds);
+    }
+  } else {
+    hopper::take_registers<kConsumers == 3 ? 160 : 240>();
+    consume(p, barriers, shared_out, shared_q, shared_k, shared_v, rounds);
+  }
+}
+
+// Writes one tile of V for flash_fwd. A core matrix holds, for each of 8 columns, 16 keys h to h + 15 in the order in which
+// lane t of four has them in an accumulator: h + 2t, h + 2t + 1, h + 8 + 2t, h + 9 + 2t.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flash_transpose_v(const __grid_constant__ flash_attn::FwdFp8Params params) {
+  __shared__ __align__(16) uint4 shared_tile[kKeyBytes / 16];
+  const flash_attn::FwdParams& p = params.tma.fwd;
+  ptx::launch_dependents();
+  const int n = blockIdx.x % params.blocks_n;
+  const int head_kv = blockIdx.x / params.blocks_n % p.heads_kv;
+  const int batch = blockIdx.x / params.blocks_n / p.heads_kv;
+  const problem::Sequence sequence(p, batch);
+  const int keys = sequence.seqlen_k - n * kBlockN;
+  if (keys <= 0) return;
+
+  constexpr int kWords = kHeadDim / 4;  // of a row
+  const char* const values = static_cast<const char*>(p.v) + batch * p.v_stride.batch + head_kv * p.v_stride.head +
+                             (sequence.k_row + n * kBlockN) * p.v_stride.row;
+  for (int i = threadIdx.x; i < kBlockN / 16 * kWords; i += kThreads) {
+    const int half = i / kWords;  // 16 keys
+    const int word = i - half * kWords;
+    unsigned row[16];
+#pragma unroll
+    for (int k = 0; k < 16; ++k) {
+      const int key = half * 16 + k;
+      row[k] = 0;
+      if (key < keys && 4 * word < p.head_dim_v) {
+        row[k] = *reinterpret_cast<const unsigned*>(values + key * p.v_stride.row + 4 * word);
+      }
+    }
+    unsigned column[4][4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const unsigned low[2] = {__byte_perm(row[2 * t], row[2 * t + 1], 0x5140),
+                               __byte_perm(row[8 + 2 * t], row[9 + 2 * t], 0x5140)};
+      const unsigned high[2] = {__byte_perm(row[2 * t], row[2 * t + 1], 0x7362),
+                                __byte_perm(row[8 + 2 * t], row[9 + 2 * t], 0x7362)};
+      column[0][t] = __byte_perm(low[0], low[1], 0x5410);
+      column[1][t] = __byte_perm(low[0], low[1], 0x7632);
+      column[2][t] = __byte_perm(high[0], high[1], 0x5410);
+      column[3][t] = __byte_perm(high[0], high[1], 0x7632);
+    }
+    // In chunks of 16 bytes: 32 keys have 2 kHeadDim, 8 columns 16 of them.
+    const int chunk = half / 2 * 2 * kHeadDim + word / 2 * 16 + half % 2 * 8 + word % 2 * 4;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      shared_tile[chunk + c] = make_uint4(column[c][0], column[c][1], column[c][2], column[c][3]);
+    }
+  }
+  __syncthreads();
+  uint4* const out = reinterpret_cast<uint4*>(value_tiles(params, batch, head_kv) + static_cast<long long>(n) * kKeyBytes);
+  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) out[i] = shared_tile[i];
+}
