@@ -19,11 +19,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-TESTS = Path(__file__).resolve().parent
-ROOT = TESTS.parents[1]
-# The installed wheel is what is tested.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
-
+ROOT = Path(__file__).resolve().parents[2]
 KINDS = ("plain", "feature", "feature", "cache")  # in the order, and as often, as they are dealt
 ANY = "any"  # the dispatcher's choice
 PATIENCE_S = 60.0
@@ -106,20 +102,26 @@ def work(samples, done, reports):
     for sample in samples:
         try:
             wrong = run(sample)
-        except Exception as error:
-            import torch
-
-            reports.put((sample, [traceback.format_exc(limit=-4)]))
-            if isinstance(error, torch.AcceleratorError):
-                # Nothing works any more in this process. It ends, and another one goes on behind this sample.
-                done.value += 1
-                reports.close()
-                reports.join_thread()
-                os._exit(1)
-            wrong = []
+        except Exception:
+            wrong = [traceback.format_exc(limit=-4)]
         if wrong:
             reports.put((sample, wrong))
         done.value += 1
+        if wrong and not gpu_works():
+            # Nothing does any more in this process. It ends, and another one goes on behind this sample.
+            reports.close()
+            reports.join_thread()
+            os._exit(1)
+
+
+def gpu_works():
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 class Worker:
@@ -199,8 +201,7 @@ def sample_all(hands, seconds, target=work, patience=PATIENCE_S):
 
 def again(sample):
     """The command that runs one sample alone."""
-    family = "" if sample.family == ANY else f"FLASH_ATTN_FAMILY={sample.family} "
-    return f"again: {family}python tests/kernels/sample.py --case {sample}"
+    return f"again: python tests/kernels/sample.py --case {sample}"
 
 
 def main(argv=None):
@@ -211,12 +212,10 @@ def main(argv=None):
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--family", action="append", help="any, or one of the families; may be repeated")
     parser.add_argument("--seconds", type=float, default=3600.0, help="stop there, and fail if not all were run")
-    parser.add_argument("--case", action="append", help="such as cache:any:1234: these alone, in this process")
+    parser.add_argument("--case", action="append", help="such as cache:any:1234: these alone")
     options = parser.parse_args(argv)
-    if options.case:
-        wrong = [line for text in options.case for line in run(Sample.parse(text))]
-        print("\n".join(wrong) or "all is well")
-        return 1 if wrong else 0
+    # The installed wheel is what is tested, here and in the processes, which are given this path.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT]
     from conftest import what_is_missing
 
     if missing := what_is_missing():
@@ -225,17 +224,18 @@ def main(argv=None):
     from kernel_set import faster_families
 
     families = options.family or [ANY, *faster_families()]
+    hands = [[Sample.parse(text)] for text in options.case or ()]
+    hands = hands or deal(options.seed, options.cases, families, options.processes)
+    cases = sum(map(len, hands))
     begin = time.monotonic()
-    hands = deal(options.seed, options.cases, families, options.processes)
     failures, run_count = sample_all(hands, options.seconds)
-    taken = time.monotonic() - begin
+    taken, asked = time.monotonic() - begin, " ".join(sorted({hand[0].family for hand in hands}))
     print(
-        f"{run_count} of {options.cases} cases from seed {options.seed} on, {len(failures)} failed, {taken:.1f} s, "
-        f"{len(hands)} processes, families {' '.join(families)}"
+        f"{run_count} of {cases} cases, {len(failures)} failed, {taken:.1f} s, {len(hands)} processes, families {asked}"
     )
     if failures:
         return 1
-    return 0 if run_count == options.cases else 2
+    return 0 if run_count == cases else 2
 
 
 if __name__ == "__main__":
