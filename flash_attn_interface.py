@@ -140,8 +140,7 @@ def flash_attn_qkvpacked_func(
 
     Returns out (B, S, H, D), or (out, softmax_lse) with ``return_attn_probs``.
     """
-    descales = (q_descale, k_descale, v_descale)
-    if qkv.dim() == 5 and descales == (None, None, None):
+    if qkv.dim() == 5:
         return flash_attn.flash_attn_qkvpacked_func(
             qkv,
             softmax_scale=softmax_scale,
@@ -151,10 +150,11 @@ def flash_attn_qkvpacked_func(
             deterministic=deterministic,
             return_lse=return_attn_probs,
             attention_chunk=attention_chunk,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
         )
-    if qkv.dim() == 5:
-        q, k, v = qkv.unbind(2)
-    elif qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
+    if qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         first_v = (qkv.shape[2] + num_heads_q) // 2
         q, k, v = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:first_v], qkv[:, :, first_v:]
     else:

@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from . import checks
 from ._ops import ATTENTION, FWD, apply_attention
+from ._ops_fp8 import FWD_FP8, fp8_options
 from ._ops_general import (
     ATTENTION_GENERAL,
     ATTENTION_PACKED,
@@ -19,12 +20,22 @@ from ._ops_general import (
     forward_of,
 )
 from .dropout import draw_rng_state
-from .errors import ShapeError, UnsupportedFeatureError
+from .errors import ArgumentError, ShapeError, UnsupportedFeatureError
 from .problem import NO_WINDOW, Problem
 from .reference_cache import gather_pages
 from .s_dmask import s_dmask
 
-__all__ = ["Request", "Result", "attend", "attend_packed", "forward_without_gradient", "positive_scale", "problem_of"]
+__all__ = [
+    "Request",
+    "Result",
+    "attend",
+    "attend_packed",
+    "check_no_gradient",
+    "forward_fp8",
+    "forward_without_gradient",
+    "positive_scale",
+    "problem_of",
+]
 
 Result = Tensor | tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]
 
@@ -52,13 +63,19 @@ class Request(NamedTuple):
     seqused_k: Tensor | None = None
     leftpad_k: Tensor | None = None
     qv: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     """Attention of q, k and v, with gradients where they are wanted."""
     if request.block_table is not None:
         k, v, request = _without_pages(q, k, v, request)
-    q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None)
+    q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None, fp8=True)
+    if q.dtype is checks.FP8:
+        return attend_fp8(q, k, v, request)
+    _check_no_descales(q, request)
     if request.qv is not None:
         q, k = _with_qv(q, k, v, request.qv)
     p = problem_of(q, k, request)
@@ -82,7 +99,10 @@ def attend_packed(q: Tensor | None, packed: Tensor, request: Request) -> Result:
     else:
         (packed,) = checks.autocast(packed)
     query, key, value = packed.unbind(-3) if q is None else (q, *packed.unbind(-3))
-    checks.check_qkv(query, key, value, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None)
+    checks.check_qkv(query, key, value, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None, fp8=True)
+    if query.dtype is checks.FP8:
+        return attend_fp8(query, key, value, request)
+    _check_no_descales(query, request)
     p = problem_of(query, key, request)
     wanted = torch.is_grad_enabled() and (packed.requires_grad or any(_requires_grad(x) for x in (q, p.sink)))
     deterministic = bool(request.deterministic)
@@ -93,6 +113,55 @@ def attend_packed(q: Tensor | None, packed: Tensor, request: Request) -> Result:
     function = ATTENTION_PACKED if is_compiling() else apply_attention_packed
     out, lse = function(q, packed, *p, deterministic)
     return _result(query, key, out, lse, p, request)
+
+
+def attend_fp8(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
+    """Attention of float8_e4m3fn q, k and v, already checked: bf16, without a gradient."""
+    if request.dropout_p != 0.0:
+        raise UnsupportedFeatureError(f"dropout_p must be 0.0 with FP8 inputs, got {request.dropout_p}.")
+    for name, option in (("alibi_slopes", request.alibi_slopes), ("qv", request.qv)):
+        if option is not None:
+            raise UnsupportedFeatureError(f"{name} must be None with FP8 inputs.")
+    check_no_gradient(q=q, k=k, v=v, learnable_sink=request.learnable_sink)
+    p = problem_of(q, k, request)
+    out, lse = forward_fp8(q, k, v, p, request.q_descale, request.k_descale, request.v_descale)
+    return _result(out, k, out, lse, p, request)  # without dropout, of q only the dtype of an empty tensor counts
+
+
+def check_no_gradient(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if torch.is_grad_enabled() and _requires_grad(x):
+            raise ArgumentError(
+                f"{name} must not require grad, got a tensor that does: FP8 attention has no backward. "
+                f"Pass {name}.detach(), or compute with float16 or bfloat16."
+            )
+
+
+def forward_fp8(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Problem,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """out in bf16 and the log-sum-exp; checks the factors."""
+    batch, heads_kv = p.batch(q), k.shape[-2]
+    descales = (
+        checks.descale_of("q_descale", q_descale, batch, heads_kv, q),
+        checks.descale_of("k_descale", k_descale, batch, heads_kv, q),
+        checks.descale_of("v_descale", v_descale, batch, heads_kv, q),
+    )
+    if p.softmax_scale <= 0.0:  # exact: a sign, or zeros. torch has no arithmetic of FP8
+        wide, p = positive_scale(q.to(torch.float32), p)
+        q = wide.to(q.dtype)
+    result: tuple[Tensor, Tensor] = FWD_FP8(q, k, v, *descales, *fp8_options(p))
+    return result
+
+
+def _check_no_descales(q: Tensor, r: Request) -> None:
+    checks.check_no_descales(q, q_descale=r.q_descale, k_descale=r.k_descale, v_descale=r.v_descale)
 
 
 def problem_of(q: Tensor, k: Tensor, r: Request) -> Problem:

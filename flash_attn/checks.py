@@ -19,6 +19,7 @@ from .reference import lse_dtype
 
 __all__ = [
     "CPU_DTYPES",
+    "FP8",
     "KERNEL_DTYPES",
     "MAX_HEAD_DIM",
     "alibi_slopes_of",
@@ -26,10 +27,11 @@ __all__ = [
     "autocast",
     "block_table_of",
     "check_dropout",
-    "check_fp8",
+    "check_no_descales",
     "check_qkv",
     "check_softcap",
     "cu_seqlens_of",
+    "descale_of",
     "length_of",
     "numbers_of",
     "same_device",
@@ -44,6 +46,8 @@ MAX_HEAD_DIM = 256
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 # What a CPU tensor may have besides, since the reference takes any.
 CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
+# For the functions that have an FP8 form.
+FP8 = torch.float8_e4m3fn
 _DEVICES = ("cuda", "cpu", "meta")
 # Lengths, and so distances between a query and a key, are below this.
 _FAR = 2**30
@@ -69,9 +73,12 @@ def same_device(name: str, x: Tensor, q: Tensor, owner: str = "q") -> None:
 
 
 def check_qkv(
-    q: Tensor, k: Tensor, v: Tensor, packed_q: bool = False, packed_k: bool = False
+    q: Tensor, k: Tensor, v: Tensor, packed_q: bool = False, packed_k: bool = False, fp8: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), or (T, H, D) where packed; cast under autocast."""
+    """q (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv), or (T, H, D) where packed; cast under autocast.
+
+    ``fp8``: they may also be FP8.
+    """
     if _fit(q, k, v, 3 if packed_q else 4, 3 if packed_k else 4):
         return q, k, v
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -81,7 +88,7 @@ def check_qkv(
     if q.device.type not in _DEVICES:
         raise DeviceError(f"q must be on a CUDA device or on the CPU, got {q.device}.")
     q, k, v = autocast(q, k, v)
-    _check_dtypes(q, k, v)
+    _check_dtypes(q, k, v, fp8)
     _check_ranks(q, k, v, packed_q, packed_k)
     if k.shape[:-1] != v.shape[:-1]:
         raise ShapeError(f"v must have k's shape but for the head dim: k is {sizes(k)}, v is {sizes(v)}.")
@@ -134,13 +141,13 @@ def autocast(*tensors: Tensor) -> tuple[Any, ...]:
     return tuple(x.to(dtype) for x in tensors)
 
 
-def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:
-    accepted = KERNEL_DTYPES if q.is_cuda else CPU_DTYPES
+def _check_dtypes(q: Tensor, k: Tensor, v: Tensor, fp8: bool) -> None:
+    accepted = (*(KERNEL_DTYPES if q.is_cuda else CPU_DTYPES), *((FP8,) if fp8 else ()))
     if q.dtype not in accepted:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in accepted)
-        if q.dtype is torch.float8_e4m3fn:
+        if q.dtype is FP8:
             raise UnsupportedFeatureError(
-                f"q is {q.dtype}: this version has no FP8 kernels, q must be one of {names}. Cast q, k and v."
+                f"q is {q.dtype}: this function has no FP8 form, q must be one of {names}. Cast q, k and v."
             )
         hint = " Cast it, or use torch.autocast." if q.dtype in (torch.float32, torch.float64) else ""
         raise DtypeError(f"q must be one of {names} on {q.device.type}, got {q.dtype}.{hint}")
@@ -159,12 +166,23 @@ def _check_ranks(q: Tensor, k: Tensor, v: Tensor, packed_q: bool, packed_k: bool
             raise ShapeError(f"{name} must have {rank} dimensions, {layout}, got {x.dim()}: {sizes(x)}.")
 
 
-def check_fp8(q_descale: object, k_descale: object, v_descale: object) -> None:
-    for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+def check_no_descales(q: Tensor, **descales: Tensor | None) -> None:
+    for name, x in descales.items():
         if x is not None:
-            raise UnsupportedFeatureError(
-                f"{name} is for FP8 inputs, which this version has no kernels for: only None."
-            )
+            raise ArgumentError(f"{name} is for FP8 inputs and must be None here: q is {q.dtype}.")
+
+
+def descale_of(name: str, x: Any, batch: int, heads_kv: int, q: Tensor) -> Tensor | None:
+    """An optional fp32 (B, Hk), with any strides."""
+    if x is None:
+        return None
+    descale = tensor_of(name, x)
+    same_device(name, descale, q)
+    if descale.dtype != torch.float32:
+        raise DtypeError(f"{name} must be torch.float32, got {descale.dtype}.")
+    if tuple(descale.shape) != (batch, heads_kv):
+        raise ShapeError(f"{name} must have shape (B, Hk), ({batch}, {heads_kv}) here, got {sizes(descale)}.")
+    return descale
 
 
 # Numbers.

@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from ._ops import ATTENTION, FWD, apply_attention
 from .attend import Request, Result, attend, attend_packed
-from .checks import KERNEL_DTYPES, MAX_HEAD_DIM, check_fp8, check_qkv
+from .checks import FP8, KERNEL_DTYPES, MAX_HEAD_DIM, check_qkv
 from .errors import ArgumentError
 from .kvcache import flash_attn_combine, flash_attn_with_kvcache
 from .sequence_parallel import (
@@ -98,7 +98,8 @@ def flash_attn_func(
         seqused_q, seqused_k: int32 (B,), how many rows of each sequence count, from the first on. Sq and Sk above are
             then these. Queries that do not count get output 0 and log-sum-exp -inf; gradients there are 0.
         leftpad_k: int32 (B,), how many keys at the beginning of each sequence do not count, as if they were not there.
-        q_descale, k_descale, v_descale: for FP8 inputs. Only None in this version.
+        q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone (see below): what the elements of each
+            sequence and KV head (of q: the H // Hk heads that attend with it) are multiplied by. None: 1.
         num_splits, pack_gqa, sm_margin: hints of other implementations: accepted, and without any effect.
 
     Returns:
@@ -110,6 +111,10 @@ def flash_attn_func(
 
     dtypes are float16 and bfloat16; float32 tensors are cast under ``torch.autocast``. CPU tensors (float16, bfloat16,
     float32, float64) run a reference implementation, which is exact but slow.
+
+    FP8: q, k and v may all be float8_e4m3fn, on GPUs of compute capability 9.0 (and, emulated, on the CPU). The output
+    is bfloat16, and the weights of the softmax are rounded to float8_e4m3fn on the way. Without dropout, alibi_slopes
+    and qv, and without a gradient. :mod:`flash_attn.fp8` has what turns other tensors into FP8 with little error.
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: a ``ValueError`` naming the argument and what was found.
@@ -153,10 +158,9 @@ def flash_attn_func(
         except AttributeError:  # not tensors
             correct = False
         if not correct:
-            q, k, v = check_qkv(q, k, v)
-            plain = q.shape[3] == v.shape[3]
+            q, k, v = check_qkv(q, k, v, fp8=True)
+            plain = q.shape[3] == v.shape[3] and q.dtype is not FP8
     if not plain:
-        check_fp8(q_descale, k_descale, v_descale)
         request = Request(
             dropout_p=dropout_p,
             softmax_scale=softmax_scale,
@@ -173,6 +177,9 @@ def flash_attn_func(
             seqused_k=seqused_k,
             leftpad_k=leftpad_k,
             qv=qv,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
         )
         return attend(q, k, v, request)
 
@@ -213,6 +220,9 @@ def flash_attn_qkvpacked_func(
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_func` of q, k and v in one tensor, whose gradient is written as one tensor too.
 
@@ -233,6 +243,9 @@ def flash_attn_qkvpacked_func(
         return_lse=return_lse,
         learnable_sink=learnable_sink,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return attend_packed(None, qkv, request)
 
@@ -252,6 +265,9 @@ def flash_attn_kvpacked_func(
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_func` of q (B, Sq, H, D) with k and v in one tensor, whose gradient is one tensor too.
 
@@ -273,6 +289,9 @@ def flash_attn_kvpacked_func(
         return_lse=return_lse,
         learnable_sink=learnable_sink,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return attend_packed(_query(q), kv, request)
 
@@ -337,7 +356,6 @@ def flash_attn_varlen_func(
     The other arguments, the results (out is (Tq, H, Dv) and softmax_lse (H, Tq)) and the errors are those of
     :func:`flash_attn_func`.
     """
-    check_fp8(q_descale, k_descale, v_descale)
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ArgumentError(f"{name} must be a torch.Tensor, got NoneType.")
@@ -362,6 +380,9 @@ def flash_attn_varlen_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return attend(q, k, v, request)
 
@@ -382,6 +403,9 @@ def flash_attn_varlen_qkvpacked_func(
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q, k and v in one tensor, whose gradient is written as one tensor too.
 
@@ -410,6 +434,9 @@ def flash_attn_varlen_qkvpacked_func(
         return_lse=return_lse,
         learnable_sink=learnable_sink,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return attend_packed(None, qkv, request)
 
@@ -433,6 +460,9 @@ def flash_attn_varlen_kvpacked_func(
     return_lse: bool = False,
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Result:
     """:func:`flash_attn_varlen_func` with k and v in one tensor, whose gradient is written as one tensor too.
 
@@ -461,5 +491,8 @@ def flash_attn_varlen_kvpacked_func(
         return_lse=return_lse,
         learnable_sink=learnable_sink,
         attention_chunk=attention_chunk,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     return attend_packed(_query(q), kv, request)

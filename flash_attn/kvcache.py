@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
         ShapeError, DtypeError, DeviceError, ArgumentError: a ``ValueError`` naming the argument and what was found.
         UnsupportedFeatureError: a ``NotImplementedError`` naming the argument that this version does not have.
     """
-    checks.check_fp8(q_descale, k_descale, v_descale)
+    checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if torch.is_grad_enabled():  # an operator without a gradient must not be given what wants one
         q, k_cache, v_cache = _detached(q), _detached(k_cache), _detached(v_cache)
         k, v, qv, learnable_sink, alibi_slopes = map(_detached, (k, v, qv, learnable_sink, alibi_slopes))

@@ -14,7 +14,7 @@ from .errors import ShapeError
 from .problem import Problem
 from .reference import lse_dtype
 
-__all__ = ["append", "decode", "gather_pages", "rotary", "rotary_positions", "rotate"]
+__all__ = ["append", "decode", "gather_pages", "rotary", "rotary_positions", "rotate", "select"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, conjugate: bool) -> Tensor:
@@ -115,6 +115,13 @@ def append(
                 v_cache[slab, row] = v[number, i]
 
 
+def select(x: Tensor, index: Tensor) -> Tensor:
+    """``x.index_select(0, index)``, which some versions of torch do not have for FP8."""
+    if x.dtype.itemsize == 1:
+        return x.view(torch.uint8).index_select(0, index).view(x.dtype)
+    return x.index_select(0, index)
+
+
 def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     """The pages (n, page_size, Hk, D) of each sequence one after the other, (B, pages * page_size, Hk, D).
 
@@ -122,7 +129,7 @@ def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     stand for are to be masked.
     """
     index = block_table.clamp(0, max(0, pages.shape[0] - 1)).reshape(-1)
-    gathered = pages.index_select(0, index)
+    gathered = select(pages, index)
     return gathered.reshape(block_table.shape[0], block_table.shape[1] * pages.shape[1], *pages.shape[2:])
 
 

@@ -26,7 +26,7 @@ from .errors import ShapeError
 from .problem import Problem
 from .reference import lse_dtype
 
-__all__ = ["backward", "forward", "masked_scores", "softmax_weights", "visible_keys"]
+__all__ = ["backward", "forward", "masked_scores", "sequences", "softmax_weights", "visible_keys"]
 
 
 class _Sequence(NamedTuple):
@@ -57,7 +57,7 @@ def _boundaries(name: str, x: Tensor, cu_seqlens: Tensor) -> list[int]:
     return values
 
 
-def _sequences(q: Tensor, k: Tensor, p: Problem) -> Iterator[_Sequence]:
+def sequences(q: Tensor, k: Tensor, p: Problem) -> Iterator[_Sequence]:
     """Of the whole batch; rows that do not count are in none of them."""
     q_bounds = None if p.cu_seqlens_q is None else _boundaries("cu_seqlens_q", q, p.cu_seqlens_q)
     k_bounds = None if p.cu_seqlens_k is None else _boundaries("cu_seqlens_k", k, p.cu_seqlens_k)
@@ -150,7 +150,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, p: Problem) -> tuple[Tensor, Tensor
     heads = q.shape[-2]
     out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
     lse = q.new_full(tuple(p.lse_shape(q)), float("-inf"), dtype=lse_dtype(q.dtype))
-    for s in _sequences(q, k, p):
+    for s in sequences(q, k, p):
         scores, _, keep = masked_scores(_by_head(s.queries(q), heads), _by_head(s.keys(k), heads), s.number, p)
         row_lse = torch.logsumexp(scores, dim=-1)
         if p.sink is not None:
@@ -184,7 +184,7 @@ def backward(
     heads, heads_kv = q.shape[-2], k.shape[-2]
     for gradient in (dq, dk, dv):
         gradient.zero_()
-    for s in _sequences(q, k, p):
+    for s in sequences(q, k, p):
         q_h, k_h, v_h = _by_head(s.queries(q), heads), _by_head(s.keys(k), heads), _by_head(s.keys(v), heads)
         dout_h, out_h = _by_head(s.queries(dout), heads), _by_head(s.queries(out), heads)
         scores, slope, keep = masked_scores(q_h, k_h, s.number, p)

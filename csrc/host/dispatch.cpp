@@ -14,7 +14,7 @@ namespace flash_attn {
 namespace {
 
 constexpr const char* kOpNames[kOps] = {"fwd", "bwd", "decode", "rotary"};
-constexpr const char* kDtypeNames[kDtypes] = {"fp16", "bf16"};
+constexpr const char* kDtypeNames[kDtypes] = {"fp16", "bf16", "e4m3"};
 constexpr const char* kMaskNames[kMasks] = {"full", "causal", "general"};
 
 // The entry points of an op in launch order, and which of them takes the dynamic shared memory.
@@ -29,11 +29,13 @@ constexpr EntryPoints kEntryPoints[kOps] = {
     {{"flash_decode", "flash_combine"}, 2, 0},
     {{"flash_rotary"}, 1, 0},
 };
+constexpr EntryPoints kFp8EntryPoints = {{"flash_transpose_v", "flash_fwd"}, 2, 1};
 
-// Kernel families, the fastest first. The last one has every feature.
+// Kernel families, the fastest first. The last one has every feature, but for FP8, which the first one alone has.
 constexpr const char* kFamilies[] = {"sm90", "sm80"};
 constexpr int kFamilyCount = sizeof(kFamilies) / sizeof(kFamilies[0]);
 constexpr int kMinCapability = 80;
+constexpr int kFp8Capability = 90;
 
 constexpr int kMaxDevices = 128;
 constexpr int kHeadDimSlots = kMaxHeadDim / kHeadDimStep;
@@ -91,6 +93,8 @@ int forced_family() {
   return forced;
 }
 
+int forced_family_of(const KernelQuery& query) { return query.dtype == Dtype::e4m3 ? 0 : forced_family(); }
+
 // "80, 86, ptx80": the archs of a group.
 Text archs_of(const KernelSet& set, KernelGroup group) {
   Text text;
@@ -99,7 +103,7 @@ Text archs_of(const KernelSet& set, KernelGroup group) {
 }
 
 [[noreturn]] void fail_missing_key(const KernelSet& set, const KernelQuery& query, int head_dim) {
-  const int family = forced_family();
+  const int family = forced_family_of(query);
   const int missing = (head_dim + 63) / 64 * 64;
   const Key key = key_of(query, kFamilies[family >= 0 ? family : kFamilyCount - 1], static_cast<unsigned>(missing));
   Text built;
@@ -139,7 +143,11 @@ struct Choice {
 
 // The smallest head dim that holds the query's, in the fastest family that has it for this GPU.
 Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts& gpu) {
-  const int forced = forced_family();
+  if (query.dtype == Dtype::e4m3 && gpu.capability() != kFp8Capability) {
+    fail("FP8 attention needs a GPU of compute capability %d.%d; %s (device %d) has %d.%d. Use float16 or bfloat16.",
+         kFp8Capability / 10, kFp8Capability % 10, gpu.name, gpu.ordinal, gpu.major, gpu.minor);
+  }
+  const int forced = forced_family_of(query);
   Choice best = {};
   int best_family = kFamilyCount;
   bool key_exists = false;
@@ -239,7 +247,8 @@ class ModuleGuard {
   const Driver& cuda_;
 };
 
-Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choice, Op op, const Device& device) {
+Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choice, const KernelQuery& query,
+                   const Device& device) {
   const DeviceFacts& gpu = device.facts;
   const CurrentContext current(cuda, device.primary);
   const RelaxedCapture relaxed(cuda);
@@ -259,12 +268,14 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   if (!any_fits) fail_shared_memory(*choice.images[0], 0, gpu);
   if (guard.module == nullptr) fail_no_arch(set, choice.group, gpu, refused.c_str());
 
-  const EntryPoints& points = kEntryPoints[static_cast<int>(op)];
+  const EntryPoints& points =
+      query.dtype == Dtype::e4m3 ? kFp8EntryPoints : kEntryPoints[static_cast<int>(query.op)];
   Kernel kernel = {};
   kernel.record = record;
+  kernel.dtype = query.dtype;
   kernel.context = device.primary;
   kernel.multiprocessors = gpu.multiprocessors;
-  kernel.tensor_maps = op == Op::fwd && strncmp(record->key, "fwd-sm90-", 9) == 0;
+  kernel.tensor_maps = query.op == Op::fwd && strncmp(record->key, "fwd-sm90-", 9) == 0;
   for (int i = 0; i < points.count; ++i) {
     CUfunction* const entry = &kernel.entry[i];
     const CUresult found = cuda.cuModuleGetFunction(entry, guard.module, points.names[i]);
@@ -317,7 +328,7 @@ const Kernel& load_from(const Driver& cuda, const KernelSet& set, const KernelQu
   LoadedKernel* loaded = device.loaded;
   while (loaded != nullptr && strcmp(loaded->key, key) != 0) loaded = loaded->next;
   if (loaded == nullptr) {
-    loaded = new LoadedKernel{load_kernel(cuda, set, choice, query.op, device), key, device.loaded};
+    loaded = new LoadedKernel{load_kernel(cuda, set, choice, query, device), key, device.loaded};
     device.loaded = loaded;
   }
   slot_of(device, query).store(&loaded->kernel, std::memory_order_release);
@@ -325,8 +336,7 @@ const Kernel& load_from(const Driver& cuda, const KernelSet& set, const KernelQu
 }
 
 // The families that may serve, the fastest first, as the compiler is told them.
-Text wanted_families(bool every_feature) {
-  const int forced = forced_family();
+Text wanted_families(bool every_feature, int forced) {
   Text text;
   for (int i = 0; i < kFamilyCount; ++i) {
     const bool last = i == kFamilyCount - 1;
@@ -337,7 +347,7 @@ Text wanted_families(bool every_feature) {
 
 const KernelSet& compile(const Driver& cuda, const KernelQuery& query, const DeviceFacts& gpu,
                          const MissingKernel& missing) {
-  const Text families = wanted_families(query.every_feature);
+  const Text families = wanted_families(query.every_feature, forced_family_of(query));
   flash_attn_compile_request request = {};
   request.op = kOpNames[static_cast<int>(query.op)];
   request.dtype = kDtypeNames[static_cast<int>(query.dtype)];
@@ -452,51 +462,76 @@ Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreM
 
 namespace {
 
-// The tensor map of q, k or v: (D, S, H, B), or (D, T, H, 1) if packed; boxes of 64 columns by `box_rows` rows in the
-// 128-byte swizzle. False where the driver cannot describe the strides.
+// What the tensor maps of a kernel have in common: the boxes' columns are 128 bytes, or 64 where a row has no more.
+struct MapFormat {
+  int type;
+  int bytes;  // of an element
+  unsigned columns;
+  int swizzle;
+};
+
+MapFormat map_format(const Kernel& kernel) {
+  if (kernel.dtype != Dtype::e4m3) {
+    const bool bf16 = kernel.dtype == Dtype::bf16;
+    return {bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 2, 64, CU_TENSOR_MAP_SWIZZLE_128B};
+  }
+  if (kernel.record->head_dim < 128) return {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, 64, CU_TENSOR_MAP_SWIZZLE_64B};
+  return {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, 128, CU_TENSOR_MAP_SWIZZLE_128B};
+}
+
+// The tensor map of q, k or v: (D, S, H, B), or (D, T, H, 1) if packed, with boxes of `box_rows` rows. False where the
+// driver cannot describe the strides.
 bool encode_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, const void* data, const Strides& stride,
                 int64_t head_dim, int64_t rows, int64_t heads, int64_t batch, unsigned box_rows) {
+  const MapFormat format = map_format(kernel);
   const uint64_t sizes[4] = {static_cast<uint64_t>(head_dim), static_cast<uint64_t>(rows), static_cast<uint64_t>(heads),
                              static_cast<uint64_t>(batch)};
   // A dimension of one element has no stride to speak of; the driver wants a valid one.
-  const auto bytes = [](long long elements, int64_t size) {
-    return static_cast<uint64_t>(size > 1 ? elements * 2 : 16);
+  const auto bytes = [&](long long elements, int64_t size) {
+    return static_cast<uint64_t>(size > 1 ? elements * format.bytes : 16);
   };
   const uint64_t strides[3] = {bytes(stride.row, rows), bytes(stride.head, heads), bytes(stride.batch, batch)};
-  const unsigned box[4] = {64, box_rows, 1, 1};
+  const unsigned box[4] = {format.columns, box_rows, 1, 1};
   const unsigned steps[4] = {1, 1, 1, 1};
-  const bool bf16 = strstr(kernel.record->key, "-bf16-") != nullptr;
-  return cuda.cuTensorMapEncodeTiled(map, bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4,
-                                     const_cast<void*>(data), sizes, strides, box, steps,
-                                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) ==
-         CUDA_SUCCESS;
+  return cuda.cuTensorMapEncodeTiled(map, format.type, 4, const_cast<void*>(data), sizes, strides, box, steps,
+                                     CU_TENSOR_MAP_INTERLEAVE_NONE, format.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool encode_q_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, const FwdParams& fwd) {
+  const int64_t batch = fwd.sequences.cu_seqlens_q != nullptr ? 1 : fwd.batch;
+  return encode_map(cuda, map, kernel, fwd.q, fwd.q_stride, fwd.head_dim, fwd.lse_head_stride, fwd.heads, batch,
+                    kernel.record->block_m);
+}
+
+// Of k or v.
+bool encode_keys_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, const FwdParams& fwd, const void* data,
+                     const Strides& stride, int64_t head_dim, int64_t key_rows) {
+  const int64_t batch = fwd.sequences.cu_seqlens_k != nullptr ? 1 : fwd.batch;
+  return encode_map(cuda, map, kernel, data, stride, head_dim, key_rows, fwd.heads_kv, batch, kernel.record->block_n);
+}
+
+// The grid of a persistent kernel: its tiles are dealt to at most one block a multiprocessor. Sets heads_per_group.
+unsigned deal_tiles(const Kernel& kernel, FwdTmaParams& params) {
+  // Measured on an H200: long sequences gain by the longest tiles of all heads first, short ones by one head at a time.
+  constexpr int kManyBlocks = 64;
+  const FwdParams& fwd = params.fwd;
+  params.heads_per_group = fwd.blocks_m >= kManyBlocks ? fwd.batch * fwd.heads : 1;
+  const unsigned tiles = grid_of(kernel, fwd.blocks_m, fwd.heads, fwd.batch);
+  const unsigned multiprocessors = static_cast<unsigned>(kernel.multiprocessors);
+  return tiles < multiprocessors ? tiles : multiprocessors;
 }
 
 bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& fwd, int64_t key_rows, CUstream stream) {
   if (key_rows == 0) return false;  // an empty tensor has no map
   FwdTmaParams params;
   params.fwd = fwd;
-  const bool packed_q = fwd.sequences.cu_seqlens_q != nullptr;
-  const bool packed_k = fwd.sequences.cu_seqlens_k != nullptr;
-  const int64_t batch_q = packed_q ? 1 : fwd.batch;
-  const int64_t batch_k = packed_k ? 1 : fwd.batch;
-  const unsigned block_m = kernel.record->block_m;
-  const unsigned block_n = kernel.record->block_n;
-  if (!encode_map(cuda, params.q_map, kernel, fwd.q, fwd.q_stride, fwd.head_dim, fwd.lse_head_stride, fwd.heads, batch_q,
-                  block_m) ||
-      !encode_map(cuda, params.k_map, kernel, fwd.k, fwd.k_stride, fwd.head_dim, key_rows, fwd.heads_kv, batch_k,
-                  block_n) ||
-      !encode_map(cuda, params.v_map, kernel, fwd.v, fwd.v_stride, fwd.head_dim_v, key_rows, fwd.heads_kv, batch_k,
-                  block_n)) {
+  if (!encode_q_map(cuda, params.q_map, kernel, fwd) ||
+      !encode_keys_map(cuda, params.k_map, kernel, fwd, fwd.k, fwd.k_stride, fwd.head_dim, key_rows) ||
+      !encode_keys_map(cuda, params.v_map, kernel, fwd, fwd.v, fwd.v_stride, fwd.head_dim_v, key_rows)) {
     return false;
   }
-  // Measured on an H200: long sequences gain by the longest tiles of all heads first, short ones by one head at a time.
-  constexpr int kManyBlocks = 64;
-  params.heads_per_group = fwd.blocks_m >= kManyBlocks ? fwd.batch * fwd.heads : 1;
-  const unsigned tiles = grid_of(kernel, fwd.blocks_m, fwd.heads, fwd.batch);
-  const unsigned multiprocessors = static_cast<unsigned>(kernel.multiprocessors);
-  launch(cuda, kernel, 0, tiles < multiprocessors ? tiles : multiprocessors, kernel.record->smem_bytes, &params, stream);
+  launch(cuda, kernel, 0, deal_tiles(kernel, params), kernel.record->smem_bytes, &params, stream);
   return true;
 }
 
@@ -509,6 +544,36 @@ bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, CUstr
   if (kernel.tensor_maps) return launch_fwd_tma(cuda, kernel, params, key_rows, stream);
   const unsigned grid = grid_of(kernel, params.blocks_m, params.heads, params.batch);
   launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
+  return true;
+}
+
+int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows) {
+  const FwdParams& fwd = params.tma.fwd;
+  const int64_t block_n = kernel.record->block_n;
+  params.blocks_n = static_cast<int>(blocks_of(fwd.seqlen_k, block_n));
+  // As in bwd_workspace.
+  const int64_t tiles_of_a_head = fwd.sequences.cu_seqlens_k != nullptr
+                                      ? key_rows / block_n + fwd.batch
+                                      : static_cast<int64_t>(fwd.batch) * params.blocks_n;
+  const int64_t tiles = grid_of(kernel, tiles_of_a_head, fwd.heads_kv, 1);
+  params.v_tiles_of_head = static_cast<int>(fwd.heads_kv > 0 ? tiles_of_a_head : 0);
+  return tiles * block_n * kernel.record->head_dim;
+}
+
+bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, CUstream stream) {
+  const Driver& cuda = driver();
+  FwdParams& fwd = params.tma.fwd;
+  complete(kernel, fwd);
+  const CurrentContext current(cuda, kernel.context);
+  if (!encode_q_map(cuda, params.tma.q_map, kernel, fwd)) return false;
+  if (key_rows == 0) {
+    memcpy(params.tma.k_map, params.tma.q_map, sizeof(params.tma.k_map));  // an empty tensor has no map, and needs none
+  } else if (!encode_keys_map(cuda, params.tma.k_map, kernel, fwd, fwd.k, fwd.k_stride, fwd.head_dim, key_rows)) {
+    return false;
+  }
+  const unsigned value_tiles = grid_of(kernel, params.blocks_n, fwd.heads_kv, fwd.batch);
+  launch(cuda, kernel, 0, value_tiles, 0, &params, stream);
+  launch(cuda, kernel, 1, deal_tiles(kernel, params.tma), kernel.record->smem_bytes, &params, stream);
   return true;
 }
 
@@ -650,7 +715,7 @@ bool supported(int ordinal, char* reason, size_t size) {
   if (keys - of_other_gpus > usable) {
     flash_attn_compile_request request = {};
     request.op = request.dtype = request.mask = "";
-    const Text families = wanted_families(false);
+    const Text families = wanted_families(false, forced_family());
     request.families = families.c_str();
     describe(cuda, gpu, &request);
     compiled = can_compile(request, &how);

@@ -15,9 +15,9 @@
 namespace flash_attn {
 
 enum class Op { fwd, bwd, decode, rotary };
-enum class Dtype { fp16, bf16 };
+enum class Dtype { fp16, bf16, e4m3 };
 enum class Mask { full, causal, general };  // the mask kinds of kernels.toml
-constexpr int kOps = 4, kDtypes = 2, kMasks = 3;
+constexpr int kOps = 4, kDtypes = 3, kMasks = 3;
 
 // The largest head dim that any kernel may have, and the granularity of the caller's head dim.
 constexpr int kMaxHeadDim = 256;
@@ -38,6 +38,7 @@ struct KernelQuery {
 // A kernel loaded on one device. Never unloaded.
 struct Kernel {
   const Record* record;
+  Dtype dtype;
   CUcontext context;
   CUfunction entry[3];  // the op's entry points, in launch order
   int multiprocessors;
@@ -70,6 +71,13 @@ Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreM
 // scale, and what applies of sequences and modifiers; the rest is set here. `key_rows`: rows of the k tensor. False, and
 // nothing launched, where the kernel works by tensor maps and these strides cannot be put into one.
 bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, CUstream stream);
+
+// Bytes that flash_transpose_v writes V to. Sets params.blocks_n and params.v_tiles_of_head; the caller has set what
+// launch_fwd asks for. `key_rows`: rows of the k tensor.
+int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows);
+
+// Launches flash_transpose_v and flash_fwd of dtype e4m3. As launch_fwd; the factors and v_tiles are set too.
+bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, CUstream stream);
 
 // Sets `count` floats to minus infinity: the log-sum-exp of rows that no kernel writes.
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream);

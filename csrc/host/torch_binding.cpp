@@ -13,8 +13,13 @@
 //       Tensor? leftpad_k, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state, SymInt max_seqlen_q,
 //       SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk,
 //       float softcap, float dropout_p, bool deterministic) -> ()
+//   fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q,
+//       Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, Tensor? sink, SymInt max_seqlen_q,
+//       SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk,
+//       float softcap) -> (Tensor out, Tensor lse)
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
-// dtype, fp16 or bf16; lse and dlse are fp32 (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
+// dtype, fp16 or bf16; of fwd_fp8, q, k and v are e4m3, out is bf16, and descales are fp32 (B, Hk). lse and dlse are fp32
+// (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
 // (H, T); with cu_seqlens_k so are the keys. Tensors may have any strides; new ones are contiguous.
 //
 // Built by g++ alone, without torch and without CUDA; buildtools/host.py holds the commands. The link is against an
@@ -78,6 +83,7 @@ struct Problem {
   int64_t head_dim() const { return q.sizes[3]; }
   int64_t head_dim_v() const { return v.sizes[3]; }
   int32_t dtype() const { return q.argument.dtype; }
+  int64_t step() const { return row_step(dtype()); }
   int32_t device() const { return q.argument.device; }
   int64_t query_rows() const { return q.sizes[0] * q.sizes[1]; }
   int64_t key_rows() const { return k.sizes[0] * k.sizes[1]; }
@@ -85,10 +91,12 @@ struct Problem {
 };
 
 // Shapes, dtypes, devices and counts of q, k and v. `p` holds the three and its batch and lengths.
-void check_problem(const Problem& p) {
+void check_problem(const Problem& p, bool fp8 = false) {
   check_same(p.k.argument, p.q.argument);
   check_same(p.v.argument, p.q.argument);
-  if (p.dtype() != constants().fp16 && p.dtype() != constants().bf16) {
+  if (fp8) {
+    check_dtype(p.q.argument, constants().e4m3);
+  } else if (p.dtype() != constants().fp16 && p.dtype() != constants().bf16) {
     fail("q is %s; float16 and bfloat16 are supported.", dtype_name(p.dtype()));
   }
   const int64_t key_batch = p.k.packed() ? 1 : p.batch;
@@ -149,7 +157,8 @@ void read_modifiers(Problem& p, const Options& options) {
   }
 }
 
-void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options) {
+void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v, const Options& options,
+                  bool fp8 = false) {
   p.q = read_rows("q", q, static_cast<bool>(options.cu_seqlens_q));
   p.k = read_rows("k", k, static_cast<bool>(options.cu_seqlens_k));
   p.v = read_rows("v", v, static_cast<bool>(options.cu_seqlens_k));
@@ -163,7 +172,7 @@ void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.seqlen_q = longest("max_seqlen_q", options.max_seqlen_q, p.q);
   p.seqlen_k = longest("max_seqlen_k", options.max_seqlen_k, p.k);
   p.softmax_scale = options.softmax_scale;
-  check_problem(p);
+  check_problem(p, fp8);
 
   p.sequences.cu_seqlens_q = read_numbers("cu_seqlens_q", options.cu_seqlens_q, p.q.argument, p.batch + 1);
   p.sequences.cu_seqlens_k = read_numbers("cu_seqlens_k", options.cu_seqlens_k, p.q.argument, p.batch + 1);
@@ -181,9 +190,9 @@ const Kernel& kernel_for(Op op, const Problem& p, bool every_feature) {
   KernelQuery query;
   query.every_feature = every_feature;
   query.op = op;
-  query.dtype = p.dtype() == constants().bf16 ? Dtype::bf16 : Dtype::fp16;
+  query.dtype = p.dtype() == constants().bf16 ? Dtype::bf16 : p.dtype() == constants().fp16 ? Dtype::fp16 : Dtype::e4m3;
   query.mask = p.mask;
-  query.head_dim = static_cast<int>(padded(p.head_dim() > p.head_dim_v() ? p.head_dim() : p.head_dim_v()));
+  query.head_dim = static_cast<int>(padded(p.head_dim() > p.head_dim_v() ? p.head_dim() : p.head_dim_v(), p.step()));
   query.device = p.device();
   return resolve(query);
 }
@@ -195,8 +204,8 @@ void set_problem(Params& params, const Problem& p) {
   params.heads_kv = static_cast<int>(p.heads_kv());
   params.seqlen_q = static_cast<int>(p.seqlen_q);
   params.seqlen_k = static_cast<int>(p.seqlen_k);
-  params.head_dim = static_cast<int>(padded(p.head_dim()));
-  params.head_dim_v = static_cast<int>(padded(p.head_dim_v()));
+  params.head_dim = static_cast<int>(padded(p.head_dim(), p.step()));
+  params.head_dim_v = static_cast<int>(padded(p.head_dim_v(), p.step()));
   params.scale = static_cast<float>(p.softmax_scale);
   params.lse_batch_stride = p.q.packed() ? 0 : p.heads() * p.q.sizes[1];
   params.lse_head_stride = p.q.sizes[1];
@@ -204,16 +213,52 @@ void set_problem(Params& params, const Problem& p) {
   params.modifiers = p.modifiers;
 }
 
-// Puts out and lse where the results go.
-void forward(const Problem& p, StableIValue* stack) {
-  const int64_t out_sizes[4] = {p.q.sizes[0], p.q.sizes[1], p.heads(), p.head_dim_v()};
-  const int64_t lse_sizes[3] = {p.batch, p.heads(), p.q.sizes[1]};
-  const int64_t lse_rank = p.lse_rank();
-  Output out(out_sizes, p.q.packed(), p.dtype(), p.device());
-  Tensor lse = empty(lse_sizes + 3 - lse_rank, lse_rank, constants().fp32, p.device());
+// The forward's results while they are made.
+struct Results {
+  explicit Results(const Problem& p, int32_t dtype)
+      : out({p.q.sizes[0], p.q.sizes[1], p.heads(), p.head_dim_v()}, p.q.packed(), dtype, p.device(), p.step()),
+        lse_count(p.query_rows() * p.heads()) {
+    const int64_t lse_sizes[3] = {p.batch, p.heads(), p.q.sizes[1]};
+    const int64_t lse_rank = p.lse_rank();
+    lse = empty(lse_sizes + 3 - lse_rank, lse_rank, constants().fp32, p.device());
+  }
 
-  const int64_t lse_count = p.query_rows() * p.heads();
-  if (lse_count > 0) {
+  // Sets what the forward kernels are given, and clears rows that they do not write.
+  void set(FwdParams& params, const Problem& p, const Kernel& kernel, CUstream stream) const {
+    set_problem(params, p);
+    params.out = out.data();
+    params.lse = static_cast<float*>(data_of(lse));
+    params.out_stride = out.strides();
+    if (p.clear_queries) {
+      out.zero();
+      fill_minus_infinity(kernel, params.lse, lse_count, stream);
+    }
+  }
+
+  // Puts out and lse where the results go.
+  void give(StableIValue* stack) {
+    Tensor result = out.take();
+    stack[0] = box(result);
+    stack[1] = box(lse);
+  }
+
+  Output out;
+  int64_t lse_count;
+  Tensor lse;
+};
+
+void set_inputs(FwdParams& params, const Input& q, const Input& k, const Input& v) {
+  params.q = q.data();
+  params.k = k.data();
+  params.v = v.data();
+  params.q_stride = q.strides();
+  params.k_stride = k.strides();
+  params.v_stride = v.strides();
+}
+
+void forward(const Problem& p, StableIValue* stack) {
+  Results results(p, p.dtype());
+  if (results.lse_count > 0) {
     // Tensor maps cost the host more than the faster kernel saves on so few scores.
     constexpr int64_t kFewScores = int64_t{1} << 21;
     const bool every_feature = p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr ||
@@ -222,27 +267,47 @@ void forward(const Problem& p, StableIValue* stack) {
     const Input q(p.q), k(p.k), v(p.v);
     const CUstream stream = current_stream(p.device());
     FwdParams params;
-    set_problem(params, p);
-    params.q = q.data();
-    params.k = k.data();
-    params.v = v.data();
-    params.out = out.data();
-    params.lse = static_cast<float*>(data_of(lse));
-    params.q_stride = q.strides();
-    params.k_stride = k.strides();
-    params.v_stride = v.strides();
-    params.out_stride = out.strides();
-    if (p.clear_queries) {
-      out.zero();
-      fill_minus_infinity(kernel, params.lse, lse_count, stream);
-    }
+    results.set(params, p, kernel, stream);
+    set_inputs(params, q, k, v);
     if (!launch_fwd(kernel, params, p.k.sizes[1], stream)) {
       launch_fwd(kernel_for(Op::fwd, p, true), params, p.k.sizes[1], stream);
     }
   }
-  Tensor result = out.take();
-  stack[0] = box(result);
-  stack[1] = box(lse);
+  results.give(stack);
+}
+
+// The factors of FP8 tensors.
+struct Descales {
+  Descale q, k, v;
+};
+
+void forward_fp8(const Problem& p, const Descales& descales, StableIValue* stack) {
+  Results results(p, constants().bf16);
+  if (results.lse_count > 0) {
+    const Kernel& kernel = kernel_for(Op::fwd, p, false);
+    Input q(p.q), k(p.k);
+    const Input v(p.v);
+    const CUstream stream = current_stream(p.device());
+    FwdFp8Params params;
+    FwdParams& fwd = params.tma.fwd;
+    results.set(fwd, p, kernel, stream);
+    set_inputs(fwd, q, k, v);
+    params.q_descale = descales.q;
+    params.k_descale = descales.k;
+    params.v_descale = descales.v;
+    // Freed right after the launch, as the backward's.
+    const int64_t workspace_size[1] = {fp8_workspace(kernel, params, p.k.sizes[1])};
+    const Tensor workspace = empty(workspace_size, 1, constants().e4m3, p.device());
+    params.v_tiles = data_of(workspace);
+    if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], stream)) {
+      // Strides that have no tensor map, such as those of an expanded tensor. No other family has FP8.
+      q.copy(p.q);
+      k.copy(p.k);
+      set_inputs(fwd, q, k, v);
+      if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], stream)) fail("q and k cannot be put into tensor maps.");
+    }
+  }
+  results.give(stack);
 }
 
 // The forward's results and what the backward is given for them.
@@ -343,6 +408,39 @@ void fwd_general(StableIValue* stack, uint64_t, uint64_t) {
   forward(problem, stack);
 }
 
+void fwd_fp8(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const Tensor q_descale = arguments.optional_tensor();
+  const Tensor k_descale = arguments.optional_tensor();
+  const Tensor v_descale = arguments.optional_tensor();
+  Options options;
+  options.cu_seqlens_q = arguments.optional_tensor();
+  options.cu_seqlens_k = arguments.optional_tensor();
+  options.seqused_q = arguments.optional_tensor();
+  options.seqused_k = arguments.optional_tensor();
+  options.leftpad_k = arguments.optional_tensor();
+  options.sink = arguments.optional_tensor();
+  options.max_seqlen_q = arguments.integer();
+  options.max_seqlen_k = arguments.integer();
+  options.softmax_scale = arguments.real();
+  options.scores.causal = arguments.boolean();
+  options.scores.window_left = arguments.integer();
+  options.scores.window_right = arguments.integer();
+  options.scores.chunk = arguments.integer();
+  options.scores.softcap = arguments.real();
+
+  Problem problem;
+  read_general(problem, q, k, v, options, true);
+  const Argument& first = problem.q.argument;
+  const Descales descales = {read_descale("q_descale", q_descale, first, problem.batch, problem.heads_kv()),
+                             read_descale("k_descale", k_descale, first, problem.batch, problem.heads_kv()),
+                             read_descale("v_descale", v_descale, first, problem.batch, problem.heads_kv())};
+  forward_fp8(problem, descales, stack);
+}
+
 void bwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor dout = arguments.tensor();
@@ -414,6 +512,7 @@ class Registration {
     torch_library_impl(library_, "bwd", &bwd, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_general", &fwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
+    torch_library_impl(library_, "fwd_fp8", &fwd_fp8, kTorchTargetVersion);
     torch_library_impl(library_, "decode", &decode, kTorchTargetVersion);
     torch_library_impl(library_, "rotary", &rotary, kTorchTargetVersion);
     torch_library_impl(library_, "append", &append, kTorchTargetVersion);

@@ -22,6 +22,7 @@ const char* dtype_name(int32_t dtype) {
   if (dtype == known.fp16) return "float16";
   if (dtype == known.bf16) return "bfloat16";
   if (dtype == known.fp32) return "float32";
+  if (dtype == known.e4m3) return "float8_e4m3fn";
   if (dtype == known.int32) return "int32";
   if (dtype == known.int64) return "int64";
   return "of another dtype";
@@ -186,9 +187,19 @@ void read_sink(const Tensor& tensor, const Argument& first, int64_t heads, Score
   modifiers->sink = static_cast<const float*>(contiguous_as(sink, constants().fp32, copy));
 }
 
-PaddedRows::PaddedRows(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device)
+Descale read_descale(const char* name, const Tensor& tensor, const Argument& first, int64_t batch, int64_t heads_kv) {
+  if (!tensor) return Descale{nullptr, 0, 0};
+  const Argument descale = read_argument(name, tensor);
+  const int64_t shape[2] = {batch, heads_kv};
+  check_shape(descale, shape, 2);
+  check_dtype(descale, constants().fp32);
+  check_device(descale, first);
+  return Descale{static_cast<const float*>(descale.data), descale.strides[0], descale.strides[1]};
+}
+
+PaddedRows::PaddedRows(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device, int64_t step)
     : sizes_{sizes[0], sizes[1], sizes[2], sizes[3]},
-      columns_(padded(sizes[3])),
+      columns_(padded(sizes[3], step)),
       packed_(packed),
       dtype_(dtype),
       device_(device) {
@@ -234,7 +245,8 @@ Tensor PaddedRows::take() {
 }
 
 void Input::copy(const Rows& rows) {
-  copy_ = PaddedRows(rows.sizes, rows.packed(), rows.argument.dtype, rows.argument.device);
+  const int32_t dtype = rows.argument.dtype;
+  copy_ = PaddedRows(rows.sizes, rows.packed(), dtype, rows.argument.device, row_step(dtype));
   copy_.copy_from(rows.argument.handle);
   copy_.zero_padding();
   data_ = copy_.data();
@@ -251,7 +263,8 @@ Output::Output(const Rows& given) : given_(given.argument.handle) {
     strides_ = kernel_strides(given);
     return;
   }
-  made_ = PaddedRows(given.sizes, given.packed(), given.argument.dtype, given.argument.device);
+  const int32_t dtype = given.argument.dtype;
+  made_ = PaddedRows(given.sizes, given.packed(), dtype, given.argument.device, row_step(dtype));
   data_ = made_.data();
   strides_ = made_.strides();
 }

@@ -13,10 +13,11 @@
 
 namespace flash_attn {
 
-// The kernels move rows in pieces of 16 bytes, 8 elements: head dims are multiples of it.
+// The kernels move rows in pieces of 16 bytes: head dims are multiples of so many elements, FP8 or of 16 bits.
 constexpr int64_t kRowStep = 8;
+constexpr int64_t kRowStepFp8 = 16;
 
-inline int64_t padded(int64_t head_dim) { return (head_dim + kRowStep - 1) / kRowStep * kRowStep; }
+inline int64_t padded(int64_t head_dim, int64_t step = kRowStep) { return (head_dim + step - 1) / step * step; }
 
 // Torch says whether a call worked; why is in its log, and since 2.13 also in the message.
 [[noreturn]] void fail_torch(const char* what);
@@ -99,10 +100,13 @@ struct Constants {
   int32_t fp16 = aoti_torch_dtype_float16();
   int32_t bf16 = aoti_torch_dtype_bfloat16();
   int32_t fp32 = aoti_torch_dtype_float32();
+  int32_t e4m3 = aoti_torch_dtype_float8_e4m3fn();
   int32_t int32 = aoti_torch_dtype_int32();
   int32_t int64 = aoti_torch_dtype_int64();
 };
 const Constants& constants();
+
+inline int64_t row_step(int32_t dtype) { return dtype == constants().e4m3 ? kRowStepFp8 : kRowStep; }
 
 // "float16"; for messages.
 const char* dtype_name(int32_t dtype);
@@ -181,13 +185,17 @@ void read_alibi_slopes(const Tensor& tensor, const Argument& first, int64_t batc
                        ScoreModifiers* modifiers, Tensor* copy);
 void read_sink(const Tensor& tensor, const Argument& first, int64_t heads, ScoreModifiers* modifiers, Tensor* copy);
 
+// fp32 (batch, KV heads) with any strides: the factors of a quantised tensor.
+Descale read_descale(const char* name, const Tensor& tensor, const Argument& first, int64_t batch, int64_t heads_kv);
+
 // Whether the kernels can use the rows where they are: last dimension contiguous, every row on 16 bytes.
 inline bool usable_as_is(const Rows& rows) {
   if (rows.empty()) return true;
-  if (rows.sizes[3] % kRowStep != 0 || rows.strides[3] != 1) return false;
+  const int64_t step = row_step(rows.argument.dtype);
+  if (rows.sizes[3] % step != 0 || rows.strides[3] != 1) return false;
   if (reinterpret_cast<uintptr_t>(rows.argument.data) % 16 != 0) return false;
   for (int i = 0; i < 3; ++i) {
-    if (rows.sizes[i] > 1 && rows.strides[i] % kRowStep != 0) return false;
+    if (rows.sizes[i] > 1 && rows.strides[i] % step != 0) return false;
   }
   return true;
 }
@@ -198,11 +206,11 @@ inline Strides kernel_strides(const Rows& rows) {
   return Strides{stride(0), stride(1), stride(2)};
 }
 
-// A contiguous tensor of rows with a padded head dim, of which the first sizes[3] columns are in use.
+// A contiguous tensor of rows whose head dim is padded to a multiple of `step`, and its first sizes[3] columns in use.
 class PaddedRows {
  public:
   PaddedRows() = default;
-  PaddedRows(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device);
+  PaddedRows(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device, int64_t step = kRowStep);
 
   explicit operator bool() const { return static_cast<bool>(tensor_); }
   void* data() const { return data_of(tensor_); }
@@ -242,8 +250,10 @@ class Input {
   const void* data() const { return data_; }
   Strides strides() const { return strides_; }
 
- private:
+  // Reads from a contiguous copy from here on.
   void copy(const Rows& rows);
+
+ private:
 
   const void* data_ = nullptr;
   Strides strides_ = {0, 0, 0};
@@ -254,8 +264,8 @@ class Input {
 // through a temporary one.
 class Output {
  public:
-  Output(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device)
-      : made_(sizes, packed, dtype, device), data_(made_.data()), strides_(made_.strides()) {}
+  Output(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device, int64_t step = kRowStep)
+      : made_(sizes, packed, dtype, device, step), data_(made_.data()), strides_(made_.strides()) {}
   explicit Output(const Rows& given);
 
   void* data() const { return data_; }

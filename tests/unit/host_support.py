@@ -156,10 +156,16 @@ def fast_kernels() -> list[tuple[archive.Record, bytes]]:
     return [kernel(key, "90a", threads=384, block_m=128) for key in keys]
 
 
+def fp8_kernels() -> list[tuple[archive.Record, bytes]]:
+    """The FP8 forward, for 9.0 alone."""
+    keys = [f"fwd-sm90-e4m3-d{head_dim}-{mask}" for head_dim in (64, 128) for mask in ("full", "causal", "general")]
+    return [kernel(key, "90a", threads=384, block_m=128) for key in keys]
+
+
 def every_kernel() -> bytes:
     """A kernel set with every op and family."""
     general = [kernel(key, arch) for key in ALL_KEYS + CACHE_KEYS for arch in ALL_ARCHS]
-    return archive.pack("nvrtc 12.9.86", fast_kernels() + general)
+    return archive.pack("nvrtc 12.9.86", fast_kernels() + fp8_kernels() + general)
 
 
 @dataclass

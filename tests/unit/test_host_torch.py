@@ -16,7 +16,13 @@ from host_support import H200, HELPERS, VERSION, every_kernel, fake_driver, fake
 
 CASES = [
     case
-    for name in ("torch_cases.py", "torch_general_cases.py", "torch_cache_cases.py", "torch_family_cases.py")
+    for name in (
+        "torch_cases.py",
+        "torch_general_cases.py",
+        "torch_cache_cases.py",
+        "torch_family_cases.py",
+        "torch_fp8_cases.py",
+    )
     for case in re.findall(r"^def (case_\w+)", (HELPERS / name).read_text(), re.MULTILINE)
 ]
 
@@ -72,10 +78,11 @@ library.define("bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tenso
                "bool causal, bool deterministic) -> (Tensor, Tensor, Tensor)")
 library.define("fwd_general(Tensor q) -> (Tensor, Tensor)")
 library.define("bwd_general(Tensor q) -> ()")
+library.define("fwd_fp8(Tensor q) -> (Tensor, Tensor)")
 library.define("decode(Tensor q) -> (Tensor, Tensor)")
 library.define("append(Tensor q) -> ()")
 library.define("rotary(Tensor q) -> ()")
-operators = ("fwd", "bwd", "fwd_general", "bwd_general", "decode", "append", "rotary")
+operators = ("fwd", "bwd", "fwd_general", "bwd_general", "fwd_fp8", "decode", "append", "rotary")
 torch.ops.load_library(sys.argv[1])
 c = ctypes.CDLL(sys.argv[1])
 c.flash_attn_version.restype = ctypes.c_char_p
@@ -97,7 +104,7 @@ def test_loads_without_gpu_and_driver() -> None:
     """Any torch can load the library; without a driver the reason says so."""
     found = json.loads(run(["-c", LOAD, str(installed())], CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=""))
     assert found["version"] == VERSION
-    assert found["kernels"] == [True, False] * 7
+    assert found["kernels"] == [True, False] * 8
     assert found["capability"] == -1
     assert found["supported"] == 0
     # On a machine with a driver but no visible GPU the driver itself is the one to complain.
@@ -108,7 +115,7 @@ def test_loads_without_gpu_and_driver() -> None:
 def test_loads_with_a_driver() -> None:
     found = json.loads(run(["-c", LOAD, str(installed())], LD_LIBRARY_PATH=str(fake_driver()), FAKE_CUDA_DEVICES=H200))
     assert (found["count"], found["error"], found["capability"], found["supported"]) == (1, "", 90, 1)
-    assert "all 42 kernels run" in found["reason"]
+    assert "all 48 kernels run" in found["reason"]
 
 
 # ---- The choice of a family ----

@@ -1,41 +1,15 @@
 // The kernels of KV caches, rotary embeddings and tensor maps on host memory; see fake_kernels.h.
 #pragma once
 
-#include "fake_kernels.h"
+#include "fake_fp8_kernels.h"
 
 namespace fake {
 
 using flash_attn::DecodeParams;
-using flash_attn::FwdTmaParams;
 using flash_attn::RotaryParams;
 using flash_attn::RotaryTask;
 
 // ---- The forward with tensor maps ----
-
-// What the fake driver makes of a tensor map.
-struct Map {
-  const void* address;
-  uint64_t sizes[4];
-  uint64_t strides[3];  // bytes
-  unsigned box[4];
-  int type;
-};
-static_assert(sizeof(Map) <= sizeof(FwdTmaParams::q_map));
-
-inline void check_map(const unsigned char* bytes, const void* data, const Strides& stride, int columns, int heads, int batch,
-                      long long rows, int box_rows, bool bf16) {
-  Map map;
-  memcpy(&map, bytes, sizeof(map));
-  const long long elements[3] = {stride.row, stride.head, stride.batch};
-  require(map.address == data && map.type == (bf16 ? 9 : 6), "a map of another tensor");
-  require(map.sizes[0] == static_cast<uint64_t>(columns) && map.sizes[2] == static_cast<uint64_t>(heads) &&
-              map.sizes[3] == static_cast<uint64_t>(batch) && map.sizes[1] >= static_cast<uint64_t>(rows),
-          "a map of other sizes");
-  for (int i = 0; i < 3; ++i) {
-    require(map.sizes[i + 1] == 1 || map.strides[i] == 2 * static_cast<uint64_t>(elements[i]), "a map of other strides");
-  }
-  require(map.box[0] == 64 && map.box[1] == static_cast<unsigned>(box_rows), "a map of other boxes");
-}
 
 // All tiles at once: a block takes several of them.
 inline void fwd_tma(const FwdTmaParams& p, Kind kind, Tile tile, unsigned grid) {
@@ -46,9 +20,10 @@ inline void fwd_tma(const FwdTmaParams& p, Kind kind, Tile tile, unsigned grid) 
   const long long q_rows = s.cu_seqlens_q != nullptr ? s.cu_seqlens_q[f.batch] : f.seqlen_q;
   const long long k_rows = s.cu_seqlens_k != nullptr ? s.cu_seqlens_k[f.batch] : f.seqlen_k;
   const int q_batch = s.cu_seqlens_q != nullptr ? 1 : f.batch, k_batch = s.cu_seqlens_k != nullptr ? 1 : f.batch;
-  check_map(p.q_map, f.q, f.q_stride, f.head_dim, f.heads, q_batch, q_rows, tile.block_m, kind.bf16);
-  check_map(p.k_map, f.k, f.k_stride, f.head_dim, f.heads_kv, k_batch, k_rows, tile.block_n, kind.bf16);
-  check_map(p.v_map, f.v, f.v_stride, f.head_dim_v, f.heads_kv, k_batch, k_rows, tile.block_n, kind.bf16);
+  const MapFormat format{kind.bf16 ? 9 : 6, 2, 64};
+  check_map(p.q_map, f.q, f.q_stride, f.head_dim, f.heads, q_batch, q_rows, tile.block_m, format);
+  check_map(p.k_map, f.k, f.k_stride, f.head_dim, f.heads_kv, k_batch, k_rows, tile.block_n, format);
+  check_map(p.v_map, f.v, f.v_stride, f.head_dim_v, f.heads_kv, k_batch, k_rows, tile.block_n, format);
   require(f.modifiers.alibi_slopes == nullptr && f.modifiers.rng_state == nullptr, "sm90 has no ALiBi and no dropout");
   for (int index = 0; index < tiles; ++index) fwd(f, kind, tile, index);
 }
@@ -232,7 +207,11 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
   const auto has = [&key](const char* part) { return key.find(part) != std::string::npos; };
   const Kind kind{has("-bf16-"), has("-causal"), has("-general"), atoi(key.c_str() + key.find("-d") + 2)};
   const int grid = static_cast<int>(launch.grid);
-  if (has("fwd-sm90")) {
+  if (has("-e4m3-")) {
+    const FwdFp8Params params = params_of<FwdFp8Params>(bytes);
+    if (entry == "flash_fwd") return fwd_fp8(params, kind, tile, launch.grid);
+    for (int index = 0; index < grid; ++index) transpose_v(params, kind, tile, index);
+  } else if (has("fwd-sm90")) {
     fwd_tma(params_of<FwdTmaParams>(bytes), kind, tile, launch.grid);
   } else if (entry == "flash_fwd") {
     const FwdParams params = params_of<FwdParams>(bytes);

@@ -269,8 +269,10 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
       {"decode", "flash_decode flash_combine"},
       {"rotary", "flash_rotary"}};
   const std::string& key = static_cast<Module*>(module)->key;
+  const bool transposes = key.find("-e4m3-") != std::string::npos && strcmp(name, "flash_transpose_v") == 0;
   const auto of_op = entries.find(key.substr(0, key.find('-')));
-  if (of_op == entries.end() || (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos) {
+  if (of_op == entries.end() ||
+      (!transposes && (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos)) {
     return kNotFound;
   }
   *function = new Function{static_cast<Module*>(module), name};
@@ -327,7 +329,8 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
   const Function& f = *static_cast<Function*>(function);
   void* context = nullptr;
   cuCtxGetCurrent(&context);
-  if (f.entry == "flash_decode" || f.entry == "flash_combine" || f.entry == "flash_rotary") {
+  if (f.entry == "flash_decode" || f.entry == "flash_combine" || f.entry == "flash_rotary" ||
+      f.entry == "flash_transpose_v") {
     log("launch key=%s arch=%s entry=%s grid=%u,%u block=%u smem=%u stream=%p device=%d", f.module->key.c_str(),
         f.module->arch.c_str(), f.entry.c_str(), grid_x, grid_y, block_x, shared_bytes, stream, device_of(context));
   } else if (f.entry == "flash_fwd") {

@@ -83,8 +83,8 @@ class Rows {
   bool bf16_;
 };
 
-template <typename OtherRows>
-float dot(const Rows& a, long long row_a, const OtherRows& b, long long row_b, int columns) {
+template <typename SomeRows, typename OtherRows>
+float dot(const SomeRows& a, long long row_a, const OtherRows& b, long long row_b, int columns) {
   float sum = 0;
   for (int d = 0; d < columns; ++d) sum += a.at(row_a, d) * b.at(row_b, d);
   return sum;
@@ -140,8 +140,8 @@ struct Head {
     return m.chunk == 0 || std::floor(static_cast<double>(position) / m.chunk) == j / m.chunk;
   }
   // The score, and the derivative of softcap.
-  template <typename KeyRows>
-  float score(const Rows& q, const KeyRows& k, int i, int j, float* gate = nullptr) const {
+  template <typename QueryRows, typename KeyRows>
+  float score(const QueryRows& q, const KeyRows& k, int i, int j, float* gate = nullptr) const {
     float s = dot(q, i, k, j, p.head_dim) * p.scale;
     if (gate != nullptr) *gate = 1;
     if (!kind.general) return s;
@@ -169,11 +169,10 @@ struct Head {
   }
 };
 
-inline void fwd(const FwdParams& p, Kind kind, Tile tile, int index) {
-  const int head_index = index / p.blocks_m, block = index % p.blocks_m;
-  const Head<FwdParams> head(p, kind, head_index / p.heads, head_index % p.heads);
-  const Rows q = head.queries(p.q, p.q_stride), out = head.queries(p.out, p.out_stride);
-  const Rows k = head.keys(p.k, p.k_stride), v = head.keys(p.v, p.v_stride);
+template <typename QueryRows, typename KeyRows, typename ValueRows>
+void attend(const Head<FwdParams>& head, const QueryRows& q, const KeyRows& k, const ValueRows& v, const Rows& out,
+            Tile tile, int block) {
+  const FwdParams& p = head.p;
   for (int i = block * tile.block_m; i < std::min(head.seqlen_q, (block + 1) * tile.block_m); ++i) {
     std::vector<float> scores(static_cast<size_t>(head.seqlen_k), -kInfinity);
     float max = head.sink();
@@ -194,6 +193,13 @@ inline void fwd(const FwdParams& p, Kind kind, Tile tile, int index) {
     for (int d = 0; d < p.head_dim_v; ++d) out.set(i, d, sum > 0 ? row[static_cast<size_t>(d)] / sum : 0.f);
     p.lse[head.lse_index(i)] = max + std::log(sum);
   }
+}
+
+inline void fwd(const FwdParams& p, Kind kind, Tile tile, int index) {
+  const int head_index = index / p.blocks_m;
+  const Head<FwdParams> head(p, kind, head_index / p.heads, head_index % p.heads);
+  attend(head, head.queries(p.q, p.q_stride), head.keys(p.k, p.k_stride), head.keys(p.v, p.v_stride),
+         head.queries(p.out, p.out_stride), tile, index % p.blocks_m);
 }
 
 // The workspace tile of block `block` of a head.

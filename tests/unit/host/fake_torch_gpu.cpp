@@ -34,7 +34,9 @@ void poison(AtenTensorHandle tensor, int64_t ndim, const int64_t* sizes, int32_t
   void* data = nullptr;
   // The older name, which torch before 2.10 has too.
   if (real<AOTITorchError (*)(AtenTensorHandle, void**)>("aoti_torch_get_data_ptr")(tensor, &data) != 0) abort();
-  size_t bytes = dtype == real<int32_t (*)()>("aoti_torch_dtype_float32")() ? 4 : 2;
+  size_t bytes = dtype == real<int32_t (*)()>("aoti_torch_dtype_float32")()         ? 4
+                 : dtype == real<int32_t (*)()>("aoti_torch_dtype_float8_e4m3fn")() ? 1
+                                                                                    : 2;
   for (int64_t i = 0; i < ndim; ++i) bytes *= static_cast<size_t>(sizes[i]);
   if (bytes > 0) memset(data, 0xff, bytes);
 }

@@ -36,7 +36,9 @@ bool read_shape(const char* text, Shape* shape) {
                           &shape->batch, &shape->seqlen_q, &shape->seqlen_k, &shape->heads, &shape->heads_kv,
                           &shape->packed_q);
   if (read != 9 && read != 10) return false;
-  shape->dtype = strcmp(dtype, "bf16") == 0 ? fa::Dtype::bf16 : fa::Dtype::fp16;
+  shape->dtype = strcmp(dtype, "bf16") == 0   ? fa::Dtype::bf16
+                 : strcmp(dtype, "e4m3") == 0 ? fa::Dtype::e4m3
+                                              : fa::Dtype::fp16;
   shape->mask = fa::Mask::full;
   if (strcmp(mask, "causal") == 0) shape->mask = fa::Mask::causal;
   if (strcmp(mask, "general") == 0) shape->mask = fa::Mask::general;
@@ -68,9 +70,27 @@ fa::Strides contiguous(unsigned long long rows, unsigned long long heads, long l
 
 const fa::CUstream kStream = reinterpret_cast<fa::CUstream>(0x77);
 
+// "packed": the rows of packed queries, and of packed keys as many.
+std::string run_fp8(const fa::Kernel& kernel, const Shape& shape) {
+  fa::FwdFp8Params params;
+  memset(&params, 0, sizeof(params));
+  fa::FwdParams& fwd = params.tma.fwd;
+  fwd = params_of<fa::FwdParams>(shape);
+  const long long key_rows = shape.packed_q >= 0 ? shape.packed_q : shape.seqlen_k;
+  fwd.sequences.cu_seqlens_k = fwd.sequences.cu_seqlens_q;
+  fwd.q_stride = contiguous(shape.seqlen_q, shape.heads, shape.head_dim);
+  fwd.k_stride = fwd.v_stride = contiguous(shape.seqlen_k, shape.heads_kv, shape.head_dim);
+  fwd.lse_head_stride = shape.packed_q >= 0 ? shape.packed_q : shape.seqlen_q;
+  const long long workspace = fa::fp8_workspace(kernel, params, key_rows);
+  const bool launched = fa::launch_fwd_fp8(kernel, params, key_rows, kStream);
+  return (launched ? "ok workspace=" : "ok without a map workspace=") + std::to_string(workspace) +
+         " tiles=" + std::to_string(params.v_tiles_of_head);
+}
+
 std::string run_kernel(fa::Op op, const Shape& shape) {
   try {
     const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device, false});
+    if (op == fa::Op::fwd && shape.dtype == fa::Dtype::e4m3) return run_fp8(kernel, shape);
     if (op == fa::Op::fwd) {
       fa::FwdParams params = params_of<fa::FwdParams>(shape);
       params.q_stride = contiguous(shape.seqlen_q, shape.heads, shape.head_dim);

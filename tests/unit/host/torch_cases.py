@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch_cache_cases
 import torch_family_cases
+import torch_fp8_cases
 import torch_general_cases
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -297,7 +298,7 @@ def case_reason_of_torch_is_told() -> None:
 
 def main() -> None:
     answers = {}
-    files = (torch_cache_cases, torch_family_cases, torch_general_cases)
+    files = (torch_cache_cases, torch_family_cases, torch_fp8_cases, torch_general_cases)
     everything = {name: case for file in files for name, case in vars(file).items()}
     for name, case in {**everything, **globals()}.items():
         if name in sys.argv[2:] or (name.startswith("case_") and len(sys.argv) == 2):

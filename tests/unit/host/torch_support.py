@@ -34,6 +34,11 @@ _LIB.define(
     f"Tensor(b!) dk, Tensor(c!) dv, {_SEQUENCES}, {_OPTIONS}, bool deterministic) -> ()"
 )
 _LIB.define(
+    "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    f"{_SEQUENCES}, Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
+    "int window_left, int window_right, int attention_chunk, float softcap) -> (Tensor, Tensor)"
+)
+_LIB.define(
     "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? seqused_k, Tensor? leftpad_k, Tensor? cache_batch_idx, "
     "Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, float softmax_scale, bool causal, int window_left, "
     "int window_right, int attention_chunk, float softcap, int num_splits) -> (Tensor, Tensor)"
@@ -52,6 +57,7 @@ FWD = torch.ops.flash_attn.fwd.default
 BWD = torch.ops.flash_attn.bwd.default
 FWD_GENERAL = torch.ops.flash_attn.fwd_general.default
 BWD_GENERAL = torch.ops.flash_attn.bwd_general.default
+FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 DECODE = torch.ops.flash_attn.decode.default
 APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default

@@ -1,0 +1,68 @@
+"""The operator of FP8 attention; :mod:`flash_attn._ops` says what an operator is.
+
+===================================  ==================================================================================
+``flash_attn::fwd_fp8``              the FP8 forward kernels; no gradient
+===================================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import reference_fp8
+from ._ops import LIB, define, register_cpu
+from .problem import Problem
+
+__all__ = ["FWD_FP8", "fp8_options"]
+
+# q, k and v are float8_e4m3fn, out is bfloat16; the factors are fp32 (B, Hk), None for 1. The rest is fwd_general's,
+# without what FP8 kernels lack.
+define(
+    "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, "
+    "Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, "
+    "int window_right, int attention_chunk, float softcap) -> (Tensor out, Tensor lse)"
+)
+FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
+
+_OPTIONS = tuple(name for name in Problem._fields if name not in ("alibi_slopes", "rng_state", "dropout_p"))
+
+
+def fp8_options(p: Problem) -> tuple[Any, ...]:
+    """The fields of a problem that the operator has, in its order."""
+    return tuple(getattr(p, name) for name in _OPTIONS)
+
+
+def _cpu_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    p = Problem(**dict(zip(_OPTIONS, options, strict=True)))
+    return reference_fp8.forward(q, k, v, q_descale, k_descale, v_descale, p)
+
+
+def _fake_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    *_: object,
+) -> tuple[Tensor, Tensor]:
+    p = Problem(cu_seqlens_q=cu_seqlens_q)
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16)
+    return out, q.new_empty(tuple(p.lse_shape(q)), dtype=torch.float32)
+
+
+register_cpu("fwd_fp8", _cpu_forward)
+torch.library.register_fake("flash_attn::fwd_fp8", _fake_forward, lib=LIB)
