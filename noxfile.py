@@ -167,7 +167,6 @@ def sanitize(session: nox.Session) -> None:
     code = "import importlib.metadata as m; print(next(f.locate() for f in m.files('nvidia-cuda-sanitizer-api') "
     code += "if f.name == 'compute-sanitizer' and f.parent.name == 'compute-sanitizer'))"
     tool = str(session.run("python", "-c", code, silent=True)).strip()
-    session.run("chmod", "+x", tool, external=True)
     arguments = session.posargs or ["--tool", "memcheck", "--tool", "racecheck", "--tool", "synccheck"]
     script = str(ROOT / "tests" / "kernels" / "sanitize.py")
     session.run("python", script, "--sanitizer", tool, *arguments, env=clean_environment())
