@@ -60,7 +60,14 @@ def draw(seed, limits):
         seed += 1_000_003
         feature = draw_feature(seed, limits)
     feature = replace(
-        feature, alibi="", dropout_p=0.0, dlse=False, deterministic=False, backward=False, layouts=("contiguous",) * 4
+        feature,
+        alibi="",
+        dropout_p=0.0,
+        page_size=0,
+        dlse=False,
+        deterministic=False,
+        backward=False,
+        layouts=("contiguous",) * 4,
     )
     layouts = tuple(rng.choice(list(LAYOUTS)) if rng.random() < 0.3 else "contiguous" for _ in range(3))
     return Case(feature, layouts, tuple(rng.random() < 0.7 for _ in range(3)))
