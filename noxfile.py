@@ -140,6 +140,14 @@ def page(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "tests/browser", *session.posargs)
 
 
+@nox.session
+def models(session: nox.Session) -> None:
+    """GPT-2 and LLaMA against transformers, and the Triton kernels in Triton's interpreter; needs no GPU."""
+    install_locked(session, TOOLS_LOCK)
+    session.install("transformers", "triton", *test_torch())
+    session.run("python", "-m", "pytest", "tests/models", *session.posargs)
+
+
 @nox.session(name="test-gpu")
 def test_gpu(session: nox.Session) -> None:
     """Kernel tests against the wheel in dist/, never the source tree; needs a GPU. Arguments go to pytest.

@@ -344,17 +344,18 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Make the tables if there are none of this length, device and dtype, or only such as autograd cannot use."""
+        """Make the tables if there are none of this length, device and dtype."""
         cached = self._cos_cached
-        if (
-            cached is not None
-            and seqlen <= self._seq_len_cached
-            and cached.device == device
-            and cached.dtype == dtype
-            and not (self.training and cached.is_inference())
-        ):
+        if cached is not None and seqlen <= self._seq_len_cached and cached.device == device and cached.dtype == dtype:
             return
         self._seq_len_cached = seqlen
+        if is_compiling():
+            self._make_tables(seqlen, device, dtype)
+        else:
+            with torch.inference_mode(False):  # training may need the same tables later
+                self._make_tables(seqlen, device, dtype)
+
+    def _make_tables(self, seqlen: int, device: torch.device | None, dtype: torch.dtype | None) -> None:
         # In float32 whatever the module was cast to: an angle is a large number of which only the remainder counts.
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         inv_freq = self.inv_freq if self.inv_freq.dtype == torch.float32 else self._inverse_frequencies(device)

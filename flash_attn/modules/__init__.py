@@ -1,0 +1,1 @@
+"""The parts of transformers: attention with its projections, MLPs, blocks, embeddings."""

@@ -1,0 +1,1 @@
+"""Fused operations besides attention."""

@@ -1,0 +1,1 @@
+"""What models need besides layers: generation and checkpoints."""
