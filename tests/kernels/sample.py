@@ -2,8 +2,8 @@
 
 python tests/kernels/sample.py --cases 20000 --processes 14
 
-Case n is of a kind (plain attention, any features, a KV cache) and of a choice of kernels (the dispatcher's own, and
-each faster family wherever it can serve) that follow from n, and n is its seed: every run with the same kernel set
+Case n is of a kind (plain attention, any features, a KV cache, FP8) and of a choice of kernels (the dispatcher's own,
+and each faster family wherever it can serve) that follow from n, and n is its seed: every run with the same kernel set
 draws the same. Fails, with a line for each case that runs it again alone, where a result is wrong, where a process
 dies, and where a case takes longer than a minute.
 """
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-KINDS = ("plain", "feature", "feature", "cache")  # in the order, and as often, as they are dealt
+KINDS = ("plain", "feature", "feature", "cache", "fp8")  # in the order, and as often, as they are dealt
 ANY = "any"  # the dispatcher's choice
 PATIENCE_S = 60.0
 MOST_FAILURES = 50
@@ -35,8 +35,8 @@ class Sample:
     seed: int
 
     @classmethod
-    def of(cls, number, families):
-        return cls(KINDS[number // len(families) % len(KINDS)], families[number % len(families)], number)
+    def of(cls, number, families, kinds=KINDS):
+        return cls(kinds[number // len(families) % len(kinds)], families[number % len(families)], number)
 
     @classmethod
     def parse(cls, text):
@@ -49,12 +49,12 @@ class Sample:
         return f"{self.kind}:{self.family}:{self.seed}"
 
 
-def deal(first, cases, families, processes):
+def deal(first, cases, families, processes, kinds=KINDS):
     """A list of samples for each process; a process has one family, which is chosen once in its life."""
     processes = max(processes, len(families))
     hands = [[] for _ in range(processes)]
     for number in range(first, first + cases):
-        sample = Sample.of(number, families)
+        sample = Sample.of(number, families, kinds)
         place = families.index(sample.family)
         of_family = hands[place :: len(families)]
         of_family[number // len(families) % len(of_family)].append(sample)
@@ -65,8 +65,9 @@ def run(sample):
     """Lines saying what is wrong with a sample; an empty list if nothing is. In a process of its family."""
     import cache_cases
     import feature_cases
+    import fp8_cases
     import random_cases
-    from kernel_set import DTYPES, largest_head_dim
+    from kernel_set import DTYPES, FP8_KERNELS, largest_head_dim
     from memory import poison
 
     import flash_attn
@@ -82,9 +83,13 @@ def run(sample):
     elif sample.kind == "feature":
         case = feature_cases.draw(sample.seed, limits(("fwd", "bwd")))
         wrong = feature_cases.run(case, before=poison)
-    else:
+    elif sample.kind == "cache":
         case = cache_cases.draw(sample.seed, limits(("decode",), 1000))
         wrong = cache_cases.run(case, before=poison)
+    else:
+        head_dim = max(kernel.head_dim for kernel in FP8_KERNELS if kernel.mask == "general")
+        case = fp8_cases.draw(sample.seed, feature_cases.Limits(tuple(DTYPES.values()), head_dim))
+        wrong = fp8_cases.run(case, before=poison)
     return [str(case), *wrong] if wrong else []
 
 
@@ -221,11 +226,13 @@ def main(argv=None):
     if missing := what_is_missing():
         print(f"tests/kernels: {missing}", file=sys.stderr)
         return 2
-    from kernel_set import faster_families
+    from kernel_set import FP8_KERNELS, faster_families
 
-    families = options.family or [ANY, *faster_families()]
+    faster = faster_families()
+    families = options.family or [ANY, *faster]
+    fp8 = any(kernel.family in faster for kernel in FP8_KERNELS)
     hands = [[Sample.parse(text)] for text in options.case or ()]
-    hands = hands or deal(options.seed, options.cases, families, options.processes)
+    hands = hands or deal(options.seed, options.cases, families, options.processes, KINDS if fp8 else KINDS[:-1])
     cases = sum(map(len, hands))
     begin = time.monotonic()
     failures, run_count = sample_all(hands, options.seconds)

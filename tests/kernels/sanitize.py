@@ -38,7 +38,9 @@ from cache_cases import CacheCase  # noqa: E402
 from cache_cases import run as run_cache  # noqa: E402
 from feature_cases import Case  # noqa: E402
 from feature_cases import run as run_feature  # noqa: E402
-from kernel_set import BASE_FAMILY, EVERY_KERNEL, faster_families  # noqa: E402
+from fp8_cases import Case as Fp8Case  # noqa: E402
+from fp8_cases import run as run_fp8_case  # noqa: E402
+from kernel_set import BASE_FAMILY, EVERY_KERNEL, FP8_KERNELS, faster_families  # noqa: E402
 from layouts import contiguous, heads_first, wide_rows  # noqa: E402
 from rotary_cases import run as run_rotary  # noqa: E402
 
@@ -143,6 +145,26 @@ def run_decode(kernel):
         check(kernel, case, run_cache(case))
 
 
+def run_fp8(kernel):
+    options = {"window": (90, 5), "softcap": 5.0, "sink": True} if kernel.mask == "general" else {}
+    for form, lengths_q, lengths_k in (("func", (140, 140), (700, 700)), ("varlen", (70, 9, 1), (90, 0, 33))):
+        case = Case(
+            seed=0,
+            form=form,
+            dtype=torch.bfloat16,
+            lengths_q=lengths_q,
+            lengths_k=lengths_k,
+            heads=2,
+            heads_kv=1,
+            head_dim=kernel.head_dim,
+            head_dim_v=kernel.head_dim,
+            causal=kernel.causal,
+            backward=False,
+            **options,
+        )
+        check(kernel, case, run_fp8_case(Fp8Case(case, ("contiguous", "wide_rows", "heads_first"), (True, True, True))))
+
+
 def run_rotary_kernel(kernel):
     for interleaved in (False, True):
         check(kernel, f"rotary, {interleaved=}", run_rotary(0, kernel.dtype, 64, 32, interleaved))
@@ -161,7 +183,9 @@ def check(kernel, case, wrong):
 
 
 def run(kernel):
-    if kernel.op == "decode":
+    if kernel in FP8_KERNELS:
+        run_fp8(kernel)
+    elif kernel.op == "decode":
         run_decode(kernel)
     elif kernel.op == "rotary":
         run_rotary_kernel(kernel)
@@ -296,7 +320,7 @@ def shortened(output, lines=30):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--tool", action="append", choices=sorted(TOOLS), help="may be repeated (default: memcheck)")
-    parser.add_argument("--kernels", default="*", metavar="GLOB", help="the keys, such as '*-bf16-*'")
+    parser.add_argument("--kernels", action="append", metavar="GLOB", help="keys such as '*-bf16-*'; may be repeated")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("--seconds", type=float, default=600.0, help="the most that a share may take")
     parser.add_argument("--sanitizer", default=shutil.which("compute-sanitizer"), help="its path")
@@ -307,7 +331,7 @@ def main(argv=None):
         run_control(options.control)
         return 0
     if options.run:
-        by_key = {kernel.key: kernel for kernel in EVERY_KERNEL}
+        by_key = {kernel.key: kernel for kernel in (*EVERY_KERNEL, *FP8_KERNELS)}
         for key in options.run:
             print(f"kernel {key}", flush=True)
             run(by_key[key])
@@ -318,8 +342,8 @@ def main(argv=None):
     families = (BASE_FAMILY, *faster_families())
     kernels = [
         kernel
-        for kernel in EVERY_KERNEL
-        if kernel.family in families and fnmatch.fnmatchcase(kernel.key, options.kernels)
+        for kernel in (*EVERY_KERNEL, *FP8_KERNELS)
+        if kernel.family in families and any(fnmatch.fnmatchcase(kernel.key, glob) for glob in options.kernels or ["*"])
     ]
     failed = False
     for tool in options.tool or ["memcheck"]:
