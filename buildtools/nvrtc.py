@@ -19,7 +19,7 @@ from typing import TypeVar
 from .errors import BuildError, KernelCompileError, NvrtcNotFoundError
 
 _LIBRARY = re.compile(r"libnvrtc\.so\.(?P<major>[0-9]+)(?:\.[0-9.]+)?")
-MINIMUM_VERSION = (12, 0)
+MINIMUM_VERSION = (12, 1)  # PTX 8.1, for red of four floats
 SYSTEM_ROOT = Path("/")  # tests have another
 _T = TypeVar("_T")
 

@@ -13,9 +13,12 @@ from pathlib import Path
 import pytest
 from packaging_support import ROOT, Environment, WheelFile, clean_environ, make_torch
 
+from buildtools import nvrtc
 from buildtools.archive import read
 from buildtools.build import load_tables
+from buildtools.compile import compile_kernel
 from buildtools.index import serving, write_index
+from buildtools.sources import SourceTree
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +131,21 @@ def test_no_build_isolation_no_deps_offline(tmp_path: Path) -> None:
     log = environment.pip("install", "--no-build-isolation", "--no-deps", ROOT, environ=offline)
     assert "Successfully installed flash-attn" in log
     assert environment.version("torch") == "2.13.0"
+
+
+def test_the_oldest_nvrtc_compiles_every_source(tmp_path: Path) -> None:
+    """The one that an older torch brings, at run time and beside a build: one kernel of each source, for its archs."""
+    oldest = ".".join(map(str, nvrtc.MINIMUM_VERSION))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path]
+    subprocess.run([*command, f"nvidia-cuda-nvrtc-cu12=={oldest}.*"], env=clean_environ(keep_index=True), check=True)
+    library = nvrtc.load_nvrtc(nvrtc.FoundNvrtc(tmp_path / "nvidia/cuda_nvrtc/lib/libnvrtc.so.12", "a test"))
+    assert library.version == nvrtc.MINIMUM_VERSION
+    table = load_tables(ROOT)[0]
+    of_source = {row.source: row for row in table.rows}
+    for row in of_source.values():
+        arch = max(arch for arch in table.families[row.family].archs if arch.number in library.supported_archs())
+        texts = SourceTree(ROOT / "csrc").closure(row.source)
+        assert compile_kernel(library, table.kernel(row, arch), texts).report.entries
 
 
 ENGINE = os.environ.get("FLASH_ATTN_ENGINE") or next(filter(shutil.which, ("podman", "docker")), "")

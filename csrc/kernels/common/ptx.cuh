@@ -6,7 +6,11 @@
 
 namespace ptx {
 
-constexpr float kMinusInfinity = __builtin_bit_cast(float, 0xff800000u);
+// A float. Without headers, compilers before 12.3 know no constant expression for it.
+struct MinusInfinity {
+  __device__ __forceinline__ operator float() const { return __int_as_float(0xff800000); }
+};
+constexpr MinusInfinity kMinusInfinity;
 
 // The 32-bit address of a pointer into shared memory, as ld/st/ldmatrix/cp.async take it.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
