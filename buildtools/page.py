@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .choose import PublishedWheel
+from .choose import FIRST_DRIVERS, PublishedWheel
 from .kernels import DTYPES
 from .manifest import Manifest
 from .matrix import Matrix
@@ -87,9 +87,15 @@ class Entry:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Newest version first, in it the stable ABI, then the newest torch."""
+        """Newest version first, in it the stable ABI, then the newest torch; the default kernel set before others."""
         torch = tuple(-int(number) for number in re.findall(r"\d+", self.requires))
-        return (_Reversed(self.file.version.public), self.kind != "stable", torch, self.file.path.name)
+        return (
+            _Reversed(self.file.version.public),
+            self.kind != "stable",
+            torch,
+            self.file.version.local or "",
+            self.file.path.name,
+        )
 
 
 class _Reversed(str):
@@ -241,7 +247,9 @@ def _wheel_row(number: int, entry: Entry, address: Markup) -> Markup:
     abi = {"stable": "stable ABI", "torch": f"C++11 ABI {int(bool(host.get('cxx11_abi')))}"}.get(entry.kind, "")
     platforms = ", ".join(sorted({tag.split("-", 2)[2] for tag in file.tags}))
     python = f"Python {file.requires_python or 'any'}".replace(">=", "≥ ")
-    needs = " · ".join(filter(None, (abi, platforms, python)))
+    major = re.match(r"nvrtc (\d+)", kernels.get("compiler", ""))
+    first = FIRST_DRIVERS.get(int(major[1])) if major else None
+    needs = " · ".join(filter(None, (abi, platforms, python, f"driver ≥ {first}" if first else "")))
     torch = entry.requires.replace(">=", " ≥ ").replace("==", " ").replace(".*", "") or f"{file.name} {file.version}"
     compilers = " and ".join(filter(None, (kernels.get("compiler"), host.get("compiler")))) or "not said"
     command = element("code", f"pip install {file.name}=={file.version.public} --index-url ", address, f"{file.kind}/")

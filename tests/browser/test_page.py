@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from page_support import COMPILER, VERSION
+from page_support import MATRIX, VERSION
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
@@ -53,6 +53,7 @@ def command(browser: WebDriver) -> str:
         ({"torch": "2.6", "python": "3.10", "gpu": "8.0"}, "torch2.6.cxx11abi0"),
         ({"torch": "2.4", "gpu": "none"}, "torch2.4.cxx11abi0"),
         ({"python": "3.15+", "gpu": "12.1"}, "stable"),
+        ({"gpu": "11.0"}, "cu13"),
     ],
 )
 def test_what_is_picked_gives_command_wheel_and_hash(
@@ -60,9 +61,11 @@ def test_what_is_picked_gives_command_wheel_and_hash(
 ) -> None:
     browser.get(url)
     pick(browser, **wanted)
+    kernel_set = MATRIX.kernel_sets.get(kind, MATRIX.default_kernel_set)
+    compiler = f"nvrtc {kernel_set.version}"
     (wheel,) = [wheel for wheel in read_manifest(index / "wheels.json").wheels if wheel.kind == kind]
     assert command(browser) == f"pip install flash-attn=={VERSION} --index-url {url}{kind}/"
-    for text in (wheel.filename, wheel.sha256, "sm_90", "d128", COMPILER, "MB"):
+    for text in (wheel.filename, wheel.sha256, "sm_90", "d128", compiler, "MB"):
         assert text in answer(browser)
     link = browser.find_element(By.CSS_SELECTOR, "#answer a").get_attribute("href")
     assert link == f"{url}{kind}/flash-attn/{wheel.filename}#sha256={wheel.sha256}"

@@ -95,3 +95,27 @@ def test_the_matrix_of_the_workflow() -> None:
     assert [row["row"] for row in workflow_rows(MATRIX, "torch2.6-abi0")] == ["torch2.6-abi0"]
     with pytest.raises(TableError, match="did you mean"):
         workflow_rows(MATRIX, "torch2.6-abi1")
+
+
+def test_a_row_that_fails_stops_no_other_and_can_be_run_again_alone() -> None:
+    """Field case 40: in the workflow each row is a job, whose result replaces that of an earlier try."""
+    text = (ROOT / ".github/workflows/wheels.yml").read_text()
+    job = text.partition("\n  row:\n")[2]
+    assert "fail-fast: false" in job
+    assert "fromJSON(needs.plan.outputs.rows)" in job
+    assert 'docker buildx bake --file docker/docker-bake.json "$TARGET"' in job  # one target, not the group
+    assert "name: wheel-${{ matrix.row }}" in job
+    assert "overwrite: true" in job
+    assert 'buildtools rows --row "$ROW"' in text.partition("\n  row:\n")[0]  # by hand, one row
+
+
+def test_rows_of_one_kernel_set_share_its_stage_of_the_dockerfile() -> None:
+    """Its arguments do not name the row, so that an engine builds it once for all rows of a platform."""
+    dockerfile = (ROOT / "docker/Dockerfile").read_text()
+    stage = dockerfile.partition(" AS kernels\n")[2].partition("\nFROM ")[0]
+    assert 'buildtools build --kernel-set "${KERNEL_SET}"' in stage
+    assert "ROW" not in stage
+    targets = json.loads(bake_file(MATRIX))["target"]
+    assert {targets[wheel.name.replace(".", "_")]["args"]["KERNEL_SET"] for wheel in baked(MATRIX)} == {
+        wheel.kernel_set.name for wheel in baked(MATRIX)
+    }

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from packaging_support import clean_environ, make_wheel
-from page_support import COMPILER, MATRIX, VERSION, make_row_index, make_row_wheel
+from page_support import MATRIX, VERSION, make_row_index, make_row_wheel
 from test_index import get
 
-from buildtools.choose import Facts, choose
+from buildtools.choose import FIRST_DRIVERS, Facts, choose
 from buildtools.index import HTML_TYPE, JSON_TYPE, main, serving, write_index
 from buildtools.manifest import read_manifest
 from buildtools.page import Markup, element
@@ -90,13 +90,18 @@ def test_every_wheel_is_there_without_scripts(rows: tuple[list[Path], Path, Page
             (row,) = [text for text in table.values() if digest in text]
             kind = file.name.split("-")[1].partition("+")[2] or "stable"
             assert f"pip install flash-attn=={VERSION} --index-url INDEX/{kind}/" in row
-            for held in ("sm_80", "sm_90", "PTX 80", "d64", "d128", "bf16 and fp16", "8 kernels", COMPILER):
+            kernel_set = MATRIX.kernel_sets.get(kind, MATRIX.default_kernel_set)
+            major = int(kernel_set.version.partition(".")[0])
+            made = (f"nvrtc {kernel_set.version}", f"driver ≥ {FIRST_DRIVERS[major]}")
+            for held in ("sm_80", "sm_90", "PTX 80", "d64", "d128", "bf16 and fp16", "8 kernels", *made):
                 assert held in row
+            assert ("sm_110" in row) == (kind == "cu13")
             assert "g++ 12.2.0" in row
             assert f"{file.stat().st_size / 1e6:.2f} MB" in row
     assert list(table) == [f"wheel-{number}" for number in range(len(table))]
     assert "torch ≥ 2.10" in table["wheel-0"]
-    assert "torch 2.9" in table["wheel-1"]
+    assert "sm_110" in table["wheel-1"]
+    assert "torch 2.9" in table["wheel-2"]
 
 
 def test_it_loads_nothing(rows: tuple[list[Path], Path, Page]) -> None:
@@ -223,14 +228,14 @@ def test_what_has_no_wheel_says_why_and_what_to_do(
 @pytest.mark.parametrize(
     ("wanted", "row"),
     [({}, 0), ({"torch": "none"}, 0), ({"python": "3.15+"}, 0), ({"gpu": "none"}, 0), ({"gpu": "12.1"}, 0),
-     ({"torch": "2.9"}, 1), ({"torch": "2.6"}, 4)],
+     ({"gpu": "11.0"}, 1), ({"torch": "2.9"}, 2), ({"torch": "2.9", "gpu": "11.0"}, 2), ({"torch": "2.6"}, 5)],
 )  # fmt: skip
 def test_what_has_a_wheel(rows: tuple[list[Path], Path, Page], wanted: dict[str, str], row: int) -> None:
     assert find(rows[2], **wanted)[0] == row
 
 
 def test_a_published_row_is_no_longer_planned(tmp_path: Path) -> None:
-    make_row_index(tmp_path, lambda host: host.abi == "stable", url="https://wheels.example/a")
+    make_row_index(tmp_path, lambda row: row.host_library.abi == "stable", url="https://wheels.example/a")
     page = Page((tmp_path / "index/index.html").read_text())
     assert find(page, system="linux-aarch64")[0] is not None
     assert "--index-url https://wheels.example/a/stable/" in page.all("pre")[0][1]
@@ -240,7 +245,7 @@ def test_a_published_row_is_no_longer_planned(tmp_path: Path) -> None:
 
 
 def test_the_same_files_give_the_same_page_and_the_root_is_no_index(tmp_path: Path) -> None:
-    files = make_row_index(tmp_path, lambda host: host.abi == "stable")
+    files = make_row_index(tmp_path, lambda row: row.host_library.abi == "stable")
     first = (tmp_path / "index/index.html").read_bytes()
     write_index(reversed(files), tmp_path / "index")
     assert (tmp_path / "index/index.html").read_bytes() == first
@@ -267,7 +272,7 @@ def test_pip_never_chooses_between_the_labels_of_the_page(rows: tuple[list[Path]
 
 @pytest.mark.parametrize("torch", ["2.4", "2.9"])
 def test_an_index_without_the_stable_wheel(tmp_path: Path, torch: str) -> None:
-    make_row_index(tmp_path, lambda host: host.torch == f"=={torch}.*")
+    make_row_index(tmp_path, lambda row: row.host_library.torch == f"=={torch}.*")
     page = Page((tmp_path / "index/index.html").read_text())
     assert find(page, torch=torch)[0] == 0
     wheel, reasons, advised, _ = find(page)
@@ -290,8 +295,7 @@ def test_an_index_of_other_wheels_has_a_page_without_a_choice(tmp_path: Path, em
 
 def test_what_wheels_say_is_escaped(tmp_path: Path) -> None:
     bad = "</script><img src=x onerror=alert(1)>&\"'"
-    host = MATRIX.host_libraries["stable-x86_64"]
-    wheel = make_row_wheel(tmp_path / "dist", host, keys=[f"fwd-sm80-bf16-d64-{bad}"], sha256=bad)
+    wheel = make_row_wheel(tmp_path / "dist", MATRIX.wheels["default"], keys=[f"fwd-sm80-bf16-d64-{bad}"], sha256=bad)
     write_index([wheel], tmp_path / "index", url=f"https://x/{bad}")
     page = Page((tmp_path / "index/index.html").read_text())
     assert not page.all("img")
