@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +30,9 @@ define(
 )
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 
+# The fields of a problem that the operator has, in its order.
 _OPTIONS = tuple(name for name in Problem._fields if name not in ("alibi_slopes", "rng_state", "dropout_p"))
-
-
-def fp8_options(p: Problem) -> tuple[Any, ...]:
-    """The fields of a problem that the operator has, in its order."""
-    return tuple(getattr(p, name) for name in _OPTIONS)
+fp8_options: Callable[[Problem], tuple[Any, ...]] = operator.attrgetter(*_OPTIONS)
 
 
 def _cpu_forward(

@@ -48,6 +48,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 # For the functions that have an FP8 form.
 FP8 = torch.float8_e4m3fn
+_DTYPES_WITH_FP8 = (*KERNEL_DTYPES, FP8)
 _DEVICES = ("cuda", "cpu", "meta")
 # Lengths, and so distances between a query and a key, are below this.
 _FAR = 2**30
@@ -79,7 +80,7 @@ def check_qkv(
 
     ``fp8``: they may also be FP8.
     """
-    if _fit(q, k, v, 3 if packed_q else 4, 3 if packed_k else 4):
+    if _fit(q, k, v, 3 if packed_q else 4, 3 if packed_k else 4, _DTYPES_WITH_FP8 if fp8 else KERNEL_DTYPES):
         return q, k, v
     for name, x in (("q", q), ("k", k), ("v", v)):
         tensor_of(name, x)
@@ -104,7 +105,7 @@ def check_qkv(
     return q, k, v
 
 
-def _fit(q: Tensor, k: Tensor, v: Tensor, rank_q: int, rank_k: int) -> bool:
+def _fit(q: Tensor, k: Tensor, v: Tensor, rank_q: int, rank_k: int, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Whether all is well, and nothing to cast: the answer for almost every call, in as little time as can be."""
     try:
         q_shape, k_shape, v_shape, dtype, device = q.shape, k.shape, v.shape, q.dtype, q.device
@@ -118,7 +119,7 @@ def _fit(q: Tensor, k: Tensor, v: Tensor, rank_q: int, rank_k: int) -> bool:
             and 0 < v_shape[-1] <= MAX_HEAD_DIM
             and k_shape[-2] > 0
             and q_shape[-2] % k_shape[-2] == 0
-            and dtype in KERNEL_DTYPES
+            and dtype in dtypes
             and k.dtype is dtype
             and v.dtype is dtype
             and k.device == device
