@@ -7,8 +7,6 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +30,10 @@ FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 
 # The fields of a problem that the operator has, in its order.
 _OPTIONS = tuple(name for name in Problem._fields if name not in ("alibi_slopes", "rng_state", "dropout_p"))
-fp8_options: Callable[[Problem], tuple[Any, ...]] = operator.attrgetter(*_OPTIONS)
+
+
+def fp8_options(p: Problem) -> tuple[Any, ...]:
+    return tuple([getattr(p, name) for name in _OPTIONS])
 
 
 def _cpu_forward(
