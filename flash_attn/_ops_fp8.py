@@ -28,11 +28,11 @@ define(
 )
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 
-# The fields of a problem that the operator has, in its order.
 _OPTIONS = tuple(name for name in Problem._fields if name not in ("alibi_slopes", "rng_state", "dropout_p"))
 
 
 def fp8_options(p: Problem) -> tuple[Any, ...]:
+    """The fields of a problem that the operator has, in its order."""
     return tuple([getattr(p, name) for name in _OPTIONS])
 
 

@@ -181,7 +181,8 @@ def check(whole, out, emulated, exact, lse, exact_lse, softcap):
         lines.append("lse is -inf in other places than it should be")
     finite = torch.where(infinite, 0.0, exact_lse)
     worst = largest((lse.double() - exact_lse).masked_fill(infinite, 0.0)).item()
-    limit = (1e-2 if softcap else 2e-3) * max(1.0, largest(finite).item() / 10)
+    # The tensor cores add up FP8 products with 14 bits, those of which a large score is made too.
+    limit = (1e-2 if softcap else 2e-3) + 1e-3 * largest(finite).item()
     if not worst <= limit:
         lines.append(f"lse is off by {worst:.3g}, allowed is {limit:.3g}")
     if (out[infinite] != 0).any():
