@@ -6,8 +6,9 @@
 //   - Its accumulators keep 14 bits. The values of one key block are summed in a fresh accumulator and added to the output
 //     in fp32, which also rescales it for free. The accumulator takes the registers of the scores, so a warpgroup has no
 //     product under its own softmax; the other's products run there.
-//   - P is as good as its place in the range of e4m3: the largest of a row is put to 2^kHeadroom, and may grow to 2^8
-//     before the row's base is raised. Whether one did is read off the packed P, so most blocks need no maximum at all.
+//   - P is as good as its place in the range of e4m3. It is 2 to the power of score - base: a row's base puts its largest P to
+//     2^kHeadroom and is raised when a later one passes 448. Whether one may have is read off the sums of P, so that most
+//     blocks need no maximum at all.
 #include "common/hopper.cuh"
 #include "common/problem.cuh"
 #include "common/ptx.cuh"
@@ -24,6 +25,7 @@ constexpr int kBlockM = FA_BLOCK_M;
 constexpr int kBlockN = FA_BLOCK_N;
 constexpr int kStages = FA_STAGES;
 constexpr int kValueColumns = FA_VALUE_COLUMNS;  // of one product P V
+constexpr int kValueBuffers = FA_VALUE_BUFFERS;  // products under way at a time
 
 constexpr int kConsumers = kBlockM / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
@@ -34,7 +36,11 @@ static_assert(kThreads == FA_WARPS * 32 && kConsumers * 64 == kBlockM && kBlockN
 constexpr int kScores = kBlockN / 2;  // of a thread: 2 rows, kBlockN / 4 columns
 constexpr int kOutputs = kHeadDim / 2;
 constexpr int kSteps = kBlockN / 32;  // products of 32 keys
-constexpr float kHeadroom = 4.0f;
+constexpr float kHeadroom = 5.0f;
+constexpr float kLargest = 448.0f;  // of e4m3
+// A thread sums the kBlockN / 4 P of a row in four parts: if none passes kLargest, no P does. Nor may the parts of a row whose
+// base is new.
+static_assert(kBlockN / 16 * 32 <= 448);
 constexpr float kLog2e = 1.4426950408889634074f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -50,7 +56,7 @@ static_assert(kHeadDim == 64 || kHeadDim % 128 == 0);
 // V: for each 32 keys kHeadDim columns, in core matrices of 8 columns by 16 keys.
 constexpr int kValueStep = 32 * kHeadDim;
 constexpr int kValueChunks = kHeadDim / kValueColumns;
-static_assert(kHeadDim % kValueColumns == 0);
+static_assert(kHeadDim % kValueColumns == 0 && kValueBuffers <= kValueChunks && kValueBuffers <= 2);
 
 constexpr int kOutputPanel = kBlockM * tile::kRowBytes;
 constexpr int kOutputBytes = kBlockM * kHeadDim * 2;
@@ -229,30 +235,32 @@ __device__ __forceinline__ void multiply_values(float (&values)[kValueColumns / 
   hopper::wgmma_commit();
 }
 
-// P = 2^x as operands of P V, and its sums by rows. Returns whether a P of this thread is 2^8 or more.
+// P = 2^x as operands of P V, and its sums by rows. Returns whether all of this thread's P are surely at most kLargest.
 __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4], float (&sum)[2],
                                              const float (&x)[kScores]) {
-  unsigned carries = 0;
+  float part[2][4] = {};
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float even = 0.0f, odd = 0.0f;
+  for (int pair = 0; pair < kBlockN / 16; ++pair) {  // of 8-column groups
 #pragma unroll
-    for (int pair = 0; pair < kBlockN / 16; ++pair) {  // of 8-column groups
+    for (int half = 0; half < 2; ++half) {
       float p[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[i] = ptx::exp2(x[8 * pair + 4 * (i / 2) + 2 * half + i % 2]);
-      even += p[0];
-      odd += p[1];
-      even += p[2];
-      odd += p[3];
-      const unsigned packed = ptx::pack_e4m3(p[0], p[1], p[2], p[3]);
-      carries |= packed + 0x08080808u;  // 2^8 is 0x78
-      probabilities[pair / 2][half + 2 * (pair % 2)] = packed;
+      for (int i = 0; i < 4; ++i) {
+        p[i] = ptx::exp2(x[8 * pair + 4 * (i / 2) + 2 * half + i % 2]);
+        part[half][i] += p[i];
+      }
+      probabilities[pair / 2][half + 2 * (pair % 2)] = ptx::pack_e4m3(p[0], p[1], p[2], p[3]);
     }
-    sum[half] = even + odd;
-    asm volatile("" : "+f"(sum[half]));  // else the sums wait for the branch that follows, and every p with them
   }
-  return (carries & 0x80808080u) != 0;
+  float largest[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float(&parts)[4] = part[half];
+    largest[half] = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
+    sum[half] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    asm volatile("" : "+f"(sum[half]));  // else the sums wait for the branch that follows, and the parts with them
+  }
+  return fmaxf(largest[0], largest[1]) <= kLargest;
 }
 
 // Raises the rows' bases for a block of scores x, which are relative to them. `factor`: what sums so far must be scaled by.
@@ -284,14 +292,21 @@ __device__ __forceinline__ void raise_base(float (&x)[kScores], float (&base)[2]
   }
 }
 
-// Scores to probabilities. A block that may be masked starts from its maximum; another one tries the bases as they are.
+__device__ __forceinline__ void rescale(float (&out)[kOutputs], float (&row_sum)[2], const float (&factor)[2]) {
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) out[i] *= factor[i / 2 % 2];
+  row_sum[0] *= factor[0];
+  row_sum[1] *= factor[1];
+}
+
+// Scores to probabilities, and what there is so far to the bases they have. A block that may be masked starts from its
+// maximum; another one tries the bases as they are.
 template <bool kMasked>
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], float (&s)[kScores], float (&base)[2],
-                                        float (&row_sum)[2], float (&factor)[2], float scale_log2) {
+                                        float (&row_sum)[2], float (&out)[kOutputs], float scale_log2) {
   bool unset = false;  // a row has seen no key
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    factor[half] = 1.0f;
     unset |= base[half] == ptx::kMinusInfinity;
     const float subtracted = base[half] == ptx::kMinusInfinity ? 0.0f : base[half];
 #pragma unroll
@@ -300,19 +315,22 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], fl
       s[4 * j + 2 * half + 1] = fmaf(s[4 * j + 2 * half + 1], scale_log2, -subtracted);
     }
   }
-  float sum[2];
+  float sum[2], factor[2];
+  bool raised = false;
   if constexpr (kMasked) {
     raise_base(s, base, factor);
-    exponentials(probabilities, sum, s);
-  } else {
-    bool raised = false;
-    while (__any_sync(0xffffffffu, exponentials(probabilities, sum, s) || unset) && !raised) {
-      raise_base(s, base, factor);
-      raised = true;
-    }
+    rescale(out, row_sum, factor);
+    raised = true;
   }
-  row_sum[0] = fmaf(row_sum[0], factor[0], sum[0]);
-  row_sum[1] = fmaf(row_sum[1], factor[1], sum[1]);
+  while (true) {
+    const bool fits = exponentials(probabilities, sum, s) && !unset;
+    if (raised || __all_sync(0xffffffffu, fits)) break;
+    raise_base(s, base, factor);
+    rescale(out, row_sum, factor);
+    raised = true;
+  }
+  row_sum[0] += sum[0];
+  row_sum[1] += sum[1];
 }
 
 __device__ __forceinline__ void apply_mask(float (&s)[kScores], const problem::Mask& mask, int row, int key) {
@@ -376,7 +394,6 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
       auto step = [&](int n, auto masked) {
         constexpr bool kMasked = decltype(masked)::value;
         unsigned probabilities[kSteps][4];
-        float factor[2];
         {
           float s[kScores];
           hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
@@ -392,28 +409,28 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
           } else if constexpr (kMasked) {
             apply_mask(s, work.mask, row, n * kBlockN + key);
           }
-          softmax<kMasked>(probabilities, s, base, row_sum, factor, scale_log2);
+          softmax<kMasked>(probabilities, s, base, row_sum, out, scale_log2);
         }
-        // Two chunks of columns are under way at a time: one is added to the output while the next is multiplied.
-        float values[kValueChunks < 2 ? 1 : 2][kValueColumns / 2];
+        float values[kValueBuffers][kValueColumns / 2];
         const unsigned v_tile = shared_v + v_ring.stage * kKeyBytes;
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
         hopper::wgmma_fence();
-        multiply_values(values[0], probabilities, v_tile, 0);
+#pragma unroll
+        for (int chunk = 0; chunk < kValueBuffers; ++chunk) multiply_values(values[chunk], probabilities, v_tile, chunk);
 #pragma unroll
         for (int chunk = 0; chunk < kValueChunks; ++chunk) {
-          if (chunk + 1 < kValueChunks) {
-            hopper::wgmma_fence();
-            multiply_values(values[(chunk + 1) % 2], probabilities, v_tile, chunk + 1);
+          if (kValueBuffers == 2 && chunk + 1 < kValueChunks) {
             hopper::wgmma_wait<1>();
           } else {
             hopper::wgmma_wait<0>();
           }
-          hopper::hold(values[chunk % 2]);
+          float(&sums)[kValueColumns / 2] = values[chunk % kValueBuffers];
+          hopper::hold(sums);
 #pragma unroll
-          for (int i = 0; i < kValueColumns / 2; ++i) {
-            float& sum = out[chunk * kValueColumns / 2 + i];
-            sum = fmaf(sum, factor[i / 2 % 2], values[chunk % 2][i]);
+          for (int i = 0; i < kValueColumns / 2; ++i) out[chunk * kValueColumns / 2 + i] += sums[i];
+          if (chunk + kValueBuffers < kValueChunks) {
+            hopper::wgmma_fence();
+            multiply_values(sums, probabilities, v_tile, chunk + kValueBuffers);
           }
         }
         if (lane == 0) hopper::barrier_arrive(barriers.v_empty(v_ring.stage));
@@ -533,41 +550,41 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int keys = sequence.seqlen_k - n * kBlockN;
   if (keys <= 0) return;
 
-  constexpr int kWords = kHeadDim / 4;  // of a row
   const char* const values = static_cast<const char*>(p.v) + batch * p.v_stride.batch + head_kv * p.v_stride.head +
                              (sequence.k_row + n * kBlockN) * p.v_stride.row;
-  for (int i = threadIdx.x; i < kBlockN / 16 * kWords; i += kThreads) {
-    const int half = i / kWords;  // 16 keys
-    const int word = i - half * kWords;
-    unsigned row[16];
+  // In chunks of 16 bytes: 32 keys have 2 kHeadDim of them, 8 columns 16, and 8 of these are the first 16 keys. In shared
+  // memory a chunk's place among 8 is turned by its columns, so that the threads of a warp write to different banks.
+  auto place = [](int chunk) { return chunk ^ chunk / 16 % 8; };
+  unsigned* const words = reinterpret_cast<unsigned*>(shared_tile);
+  constexpr int kSlices = kHeadDim / 16;  // of 16 columns
+  for (int i = threadIdx.x; i < kBlockN / 4 * kSlices; i += kThreads) {
+    const int t = i % 4;
+    const int slice = i / 4 % kSlices;
+    const int half = i / 4 / kSlices;  // 16 keys
+    uint4 row[4];
 #pragma unroll
-    for (int k = 0; k < 16; ++k) {
-      const int key = half * 16 + k;
-      row[k] = 0;
-      if (key < keys && 4 * word < p.head_dim_v) {
-        row[k] = *reinterpret_cast<const unsigned*>(values + key * p.v_stride.row + 4 * word);
+    for (int k = 0; k < 4; ++k) {
+      const int key = half * 16 + k / 2 * 8 + 2 * t + k % 2;
+      row[k] = make_uint4(0, 0, 0, 0);
+      if (key < keys && 16 * slice < p.head_dim_v) {
+        row[k] = *reinterpret_cast<const uint4*>(values + key * p.v_stride.row + 16 * slice);
       }
     }
-    unsigned column[4][4];
-#pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const unsigned low[2] = {__byte_perm(row[2 * t], row[2 * t + 1], 0x5140),
-                               __byte_perm(row[8 + 2 * t], row[9 + 2 * t], 0x5140)};
-      const unsigned high[2] = {__byte_perm(row[2 * t], row[2 * t + 1], 0x7362),
-                                __byte_perm(row[8 + 2 * t], row[9 + 2 * t], 0x7362)};
-      column[0][t] = __byte_perm(low[0], low[1], 0x5410);
-      column[1][t] = __byte_perm(low[0], low[1], 0x7632);
-      column[2][t] = __byte_perm(high[0], high[1], 0x5410);
-      column[3][t] = __byte_perm(high[0], high[1], 0x7632);
-    }
-    // In chunks of 16 bytes: 32 keys have 2 kHeadDim, 8 columns 16 of them.
-    const int chunk = half / 2 * 2 * kHeadDim + word / 2 * 16 + half % 2 * 8 + word % 2 * 4;
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      shared_tile[chunk + c] = make_uint4(column[c][0], column[c][1], column[c][2], column[c][3]);
-    }
+    auto transpose = [&](unsigned a, unsigned b, unsigned c, unsigned d, int first) {
+      const unsigned low[2] = {__byte_perm(a, b, 0x5140), __byte_perm(c, d, 0x5140)};
+      const unsigned high[2] = {__byte_perm(a, b, 0x7362), __byte_perm(c, d, 0x7362)};
+      const int chunk = half / 2 * 2 * kHeadDim + (2 * slice + first / 8) * 16 + half % 2 * 8 + first % 8;
+      words[4 * place(chunk) + t] = __byte_perm(low[0], low[1], 0x5410);
+      words[4 * place(chunk + 1) + t] = __byte_perm(low[0], low[1], 0x7632);
+      words[4 * place(chunk + 2) + t] = __byte_perm(high[0], high[1], 0x5410);
+      words[4 * place(chunk + 3) + t] = __byte_perm(high[0], high[1], 0x7632);
+    };
+    transpose(row[0].x, row[1].x, row[2].x, row[3].x, 0);
+    transpose(row[0].y, row[1].y, row[2].y, row[3].y, 4);
+    transpose(row[0].z, row[1].z, row[2].z, row[3].z, 8);
+    transpose(row[0].w, row[1].w, row[2].w, row[3].w, 12);
   }
   __syncthreads();
   uint4* const out = reinterpret_cast<uint4*>(value_tiles(params, batch, head_kv) + static_cast<long long>(n) * kKeyBytes);
-  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) out[i] = shared_tile[i];
+  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) out[i] = shared_tile[place(i)];
 }
