@@ -1,14 +1,14 @@
-// FP8 attention forward for Hopper (sm_90a): e4m3 Q, K and V with a factor per (batch, KV head), bf16 output, fp32 log-sum-exp.
+// FP8 attention forward for Hopper (sm_90a): e4m3 Q, K and V with a factor per (batch, KV head), bf16 output, fp32
+// log-sum-exp.
 //
 // Built as fwd.cu is: a producer warp, consumer warpgroups of 64 query rows, tiles dealt in rounds. What FP8 changes:
-//   - Its products take both operands by columns, so flash_transpose_v writes V into tiles in shared memory's order first,
+//   - Its products take both operands by columns, so flash_transpose_v first writes V into tiles in shared memory's order,
 //     keys permuted such that an accumulator of Q K^T, packed, is an operand of P V: no shuffles.
-//   - Its accumulators keep 14 bits. The values of one key block are summed in a fresh accumulator and added to the output
-//     in fp32, which also rescales it for free. The accumulator takes the registers of the scores, so a warpgroup has no
-//     product under its own softmax; the other's products run there.
-//   - P is as good as its place in the range of e4m3. It is 2 to the power of score - base: a row's base puts its largest P to
-//     2^kHeadroom and is raised when a later one passes 448. Whether one may have is read off the sums of P, so that most
-//     blocks need no maximum at all.
+//   - Its accumulators keep 14 bits, so the values of one key block are summed in a fresh one and added to the output in
+//     fp32. It takes the registers of the scores: a warpgroup has no product of its own under its softmax, only others'.
+//   - The softmax is what takes the time, by its number of instructions. P is 2 to the power of score - base, where a
+//     row's base puts its largest P to 2^kHeadroom, well into the range of e4m3, and is raised when a later P may pass
+//     448. That is read off the sums of P, so that most blocks need no maximum.
 #include "common/hopper.cuh"
 #include "common/problem.cuh"
 #include "common/ptx.cuh"
@@ -38,8 +38,8 @@ constexpr int kOutputs = kHeadDim / 2;
 constexpr int kSteps = kBlockN / 32;  // products of 32 keys
 constexpr float kHeadroom = 5.0f;
 constexpr float kLargest = 448.0f;  // of e4m3
-// A thread sums the kBlockN / 4 P of a row in four parts: if none passes kLargest, no P does. Nor may the parts of a row whose
-// base is new.
+// A thread sums its kBlockN / 4 P of a row in four parts: if no part passes kLargest, no P does. The parts of a row
+// whose base is new do not.
 static_assert(kBlockN / 16 * 32 <= 448);
 constexpr float kLog2e = 1.4426950408889634074f;
 constexpr float kLn2 = 0.69314718055994530942f;
@@ -143,7 +143,7 @@ struct Ring {
   }
 };
 
-// Where tile 0 of a sequence's values lies in the workspace.
+// Where tile 0 of a sequence's values lies in the workspace; see FwdFp8Params.
 __device__ __forceinline__ char* value_tiles(const flash_attn::FwdFp8Params& p, int batch, int head_kv) {
   const int* const cu_seqlens_k = p.tma.fwd.sequences.cu_seqlens_k;
   const int first = cu_seqlens_k != nullptr ? cu_seqlens_k[batch] / kBlockN + batch : batch * p.blocks_n;
@@ -263,7 +263,8 @@ __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4
   return fmaxf(largest[0], largest[1]) <= kLargest;
 }
 
-// Raises the rows' bases for a block of scores x, which are relative to them. `factor`: what sums so far must be scaled by.
+// Raises the rows' bases for a block of scores x, which are relative to them. `factor`: what sums so far must be scaled
+// by.
 __device__ __forceinline__ void raise_base(float (&x)[kScores], float (&base)[2], float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -416,7 +417,9 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
         hopper::wgmma_fence();
 #pragma unroll
-        for (int chunk = 0; chunk < kValueBuffers; ++chunk) multiply_values(values[chunk], probabilities, v_tile, chunk);
+        for (int chunk = 0; chunk < kValueBuffers; ++chunk) {
+          multiply_values(values[chunk], probabilities, v_tile, chunk);
+        }
 #pragma unroll
         for (int chunk = 0; chunk < kValueChunks; ++chunk) {
           if (kValueBuffers == 2 && chunk + 1 < kValueChunks) {
@@ -536,8 +539,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// Writes one tile of V for flash_fwd. A core matrix holds, for each of 8 columns, 16 keys h to h + 15 in the order in which
-// lane t of four has them in an accumulator: h + 2t, h + 2t + 1, h + 8 + 2t, h + 9 + 2t.
+// Writes one tile of V for flash_fwd. A core matrix holds, for each of 8 columns, 16 keys h to h + 15 in the order in
+// which lane t of four has them in an accumulator: h + 2t, h + 2t + 1, h + 8 + 2t, h + 9 + 2t.
 extern "C" __global__ void __launch_bounds__(kThreads)
     flash_transpose_v(const __grid_constant__ flash_attn::FwdFp8Params params) {
   __shared__ __align__(16) uint4 shared_tile[kKeyBytes / 16];
@@ -552,8 +555,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   const char* const values = static_cast<const char*>(p.v) + batch * p.v_stride.batch + head_kv * p.v_stride.head +
                              (sequence.k_row + n * kBlockN) * p.v_stride.row;
-  // In chunks of 16 bytes: 32 keys have 2 kHeadDim of them, 8 columns 16, and 8 of these are the first 16 keys. In shared
-  // memory a chunk's place among 8 is turned by its columns, so that the threads of a warp write to different banks.
+  // In chunks of 16 bytes: 32 keys have 2 kHeadDim of them, 8 columns 16, and 8 of these are the first 16 keys. In
+  // shared memory a chunk's place among 8 is turned by its columns, so that a warp's threads write to different banks.
   auto place = [](int chunk) { return chunk ^ chunk / 16 % 8; };
   unsigned* const words = reinterpret_cast<unsigned*>(shared_tile);
   constexpr int kSlices = kHeadDim / 16;  // of 16 columns
@@ -585,6 +588,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     transpose(row[0].w, row[1].w, row[2].w, row[3].w, 12);
   }
   __syncthreads();
-  uint4* const out = reinterpret_cast<uint4*>(value_tiles(params, batch, head_kv) + static_cast<long long>(n) * kKeyBytes);
-  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) out[i] = shared_tile[place(i)];
+  char* const out = value_tiles(params, batch, head_kv) + static_cast<long long>(n) * kKeyBytes;
+  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) {
+    reinterpret_cast<uint4*>(out)[i] = shared_tile[place(i)];
+  }
 }
