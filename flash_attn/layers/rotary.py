@@ -57,7 +57,7 @@ def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: boo
     return torch.cat((head * cos + rotate_half(head, interleaved) * sin, rest), dim=-1)
 
 
-class _Rotation:
+class Rotation:
     """What a rotation needs besides the tensor, checked."""
 
     def __init__(
@@ -150,7 +150,7 @@ class ApplyRotaryEmb(torch.autograd.Function):
     """``apply(x, rotation, inplace)``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rotation: _Rotation, inplace: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, rotation: Rotation, inplace: bool) -> Tensor:
         ctx.rotation = rotation
         if inplace:
             _mark_dirty(ctx, x)
@@ -192,7 +192,7 @@ def apply_rotary_emb(
         A tensor like ``x``. Rows whose position ``cos`` does not have are not rotated (with an int offset: an error).
     """
     checks.tensor_of("x", x)
-    rotation = _Rotation(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+    rotation = Rotation(x, cos, sin, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     if is_compiling():
         out = rotation.traced(x)
         return x.copy_(out) if inplace else out
@@ -207,7 +207,7 @@ class _InPlace(torch.autograd.Function):
     """``apply(x, views, rotations)``: each of the views of x, ``views(x)``, is rotated by its own rotation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, views: Any, rotations: list[_Rotation]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, views: Any, rotations: list[Rotation]) -> Tensor:
         ctx.views, ctx.rotations = views, rotations
         _mark_dirty(ctx, x)
         for view, rotation in zip(views(x), rotations, strict=True):
@@ -223,7 +223,7 @@ class _InPlace(torch.autograd.Function):
         return dx, None, None
 
 
-def _rotate_in_place(x: Tensor, views: Any, rotations: list[_Rotation]) -> Tensor:
+def _rotate_in_place(x: Tensor, views: Any, rotations: list[Rotation]) -> Tensor:
     if is_compiling():
         for view, rotation in zip(views(x), rotations, strict=True):
             view.copy_(rotation.traced(view))
@@ -276,7 +276,7 @@ def apply_rotary_emb_qkv_(
 
     tables = [(cos, sin), (cos if cos_k is None else cos_k, sin if sin_k is None else sin_k)]
     rotations = [
-        _Rotation(view, *table, interleaved, seqlen_offsets)
+        Rotation(view, *table, interleaved, seqlen_offsets)
         for view, table in zip(views(qkv.detach()), tables, strict=False)
     ]
     return _rotate_in_place(qkv, views, rotations)
@@ -293,7 +293,7 @@ def apply_rotary_emb_kv_(
     def views(x: Tensor) -> list[Tensor]:
         return [x[:, :, 0]]
 
-    rotation = _Rotation(kv.detach()[:, :, 0], cos, sin, interleaved, seqlen_offsets)
+    rotation = Rotation(kv.detach()[:, :, 0], cos, sin, interleaved, seqlen_offsets)
     return _rotate_in_place(kv, views, [rotation])
 
 

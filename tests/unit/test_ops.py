@@ -9,10 +9,12 @@ import torch
 from torch.autograd import gradcheck
 from triton_cases import draw_loss, draw_norm, loss_formula, run_loss, run_norm
 
+from flash_attn.layers.rotary import apply_rotary_emb
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.ops.triton import _kernels
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn, rms_norm_fn
+from flash_attn.ops.triton.rotary import apply_rotary
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -269,3 +271,16 @@ def test_the_oracle_of_the_losses():
     lse = torch.log(torch.tensor(1.0 + torch.e, dtype=torch.float64))
     expected = lse - (1 - case.smoothing) * 1.0 - case.smoothing * 0.5 + case.lse_square_scale * lse**2
     torch.testing.assert_close(losses[0], expected)
+
+
+def test_rotary_by_the_kernels_name():
+    x, angles = torch.randn(2, 5, 3, 8), torch.randn(9, 4)
+    cos, sin = angles.cos(), angles.sin()
+    wanted = apply_rotary_emb(x, cos, sin, True, seqlen_offsets=2)
+    assert torch.equal(apply_rotary(x, cos, sin, 2, interleaved=True), wanted)
+    torch.testing.assert_close(apply_rotary(wanted, cos, sin, 2, interleaved=True, conjugate=True), x)
+    bounds = torch.tensor([0, 2, 10], dtype=torch.int32)
+    packed = x.flatten(0, 1)
+    wanted = apply_rotary_emb(packed, cos, sin, cu_seqlens=bounds, max_seqlen=8)
+    assert apply_rotary(packed, cos, sin, cu_seqlens=bounds, max_seqlen=8, inplace=True) is packed
+    assert torch.equal(packed, wanted)
