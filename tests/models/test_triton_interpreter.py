@@ -43,7 +43,7 @@ def test_loss(seed, interpreted):
 def test_several_programs_of_the_backward(monkeypatch):
     """Each takes some blocks of rows, one of them fewer."""
     kernels = _kernels.kernels_of("_norm_kernels")
-    monkeypatch.setattr(kernels, "TILE", 256)
+    monkeypatch.setattr(kernels, "BACKWARD_TILE", 256)
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     for seed in range(6):
         case = draw_norm(100 + seed, columns=200, rows=30)

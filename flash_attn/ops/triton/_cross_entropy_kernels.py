@@ -13,9 +13,9 @@ from torch import Tensor
 
 __all__ = ["backward", "forward"]
 
-FORWARD_BLOCK = 8192
-BACKWARD_BLOCK = 4096
-WARP = 1024  # elements
+# Columns of a program at once, and of each of its warps.
+FORWARD_BLOCK, FORWARD_WARP = 8192, 1024
+BACKWARD_BLOCK, BACKWARD_WARP = 2048, 512
 
 
 @triton.jit
@@ -79,10 +79,10 @@ def _backward_kernel(
         tl.store(dlogits_pointer + row * stride_dlogits + columns, dlogits * dloss, mask=mask)
 
 
-def _block(columns: int, most: int) -> tuple[int, int]:
+def _block(columns: int, most: int, of_warp: int) -> tuple[int, int]:
     """Columns of a block, and warps for them."""
     block = min(triton.next_power_of_2(columns), most)
-    return block, min(16, max(4, block // WARP))
+    return block, max(4, block // of_warp)
 
 
 def forward(
@@ -95,7 +95,7 @@ def forward(
     """
     rows, columns = logits.shape
     score = logits.new_empty(rows, dtype=torch.float32)
-    block, warps = _block(columns, FORWARD_BLOCK)
+    block, warps = _block(columns, FORWARD_BLOCK, FORWARD_WARP)
     result = torch.empty_like(score) if lse is None else lse
     with torch.cuda.device_of(logits):
         _forward_kernel[(rows,)](
@@ -111,7 +111,7 @@ def backward(
 ) -> None:  # fmt: skip
     """Write dlogits, which may be the logits."""
     rows, columns = logits.shape
-    block, warps = _block(columns, BACKWARD_BLOCK)
+    block, warps = _block(columns, BACKWARD_BLOCK, BACKWARD_WARP)
     with torch.cuda.device_of(logits):
         _backward_kernel[(rows, triton.cdiv(columns, block))](
             logits, labels, lse, dloss, dlogits, logits.stride(0), dloss.stride(0), dlogits.stride(0), columns,

@@ -19,9 +19,9 @@ from torch import Tensor
 __all__ = ["Sums", "backward", "forward"]
 
 # Elements of a program's tile, if rows are short, and of each of its warps.
-TILE = 4096
-FORWARD_WARP = 1024
-BACKWARD_WARP = 512
+FORWARD_TILE = 2048
+BACKWARD_TILE = 4096
+WARP = 512
 # Programs of the backward for each multiprocessor. More of them hide more latency and write more partial sums.
 PROGRAMS = 4
 # Iterations of the backward's loop whose loads are under way at once.
@@ -200,14 +200,11 @@ class Sums:
     seed: Tensor | None
 
 
-def _tile(columns: int) -> tuple[int, int]:
-    """BLOCK_M and BLOCK_N."""
+def _tile(columns: int, elements: int) -> tuple[int, int, int]:
+    """BLOCK_M, BLOCK_N and warps."""
     width = triton.next_power_of_2(columns)
-    return max(1, TILE // width), width
-
-
-def _warps(tile: tuple[int, int], elements: int) -> int:
-    return min(32, max(4, tile[0] * tile[1] // elements))
+    height = max(1, elements // width)
+    return height, width, min(32, max(4, height * width // WARP))
 
 
 def _stride(x: Tensor | None) -> int:
@@ -230,14 +227,13 @@ def forward(
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
     # Of torch's generator of the device, and read by the kernel: this holds under graph capture too.
     seed = torch.randint(2**62, (1,), device=x.device) if dropout_p > 0.0 else None
-    tile = _tile(columns)
+    height, width, warps = _tile(columns, FORWARD_TILE)
     with torch.cuda.device_of(x):
-        _forward_kernel[(triton.cdiv(rows, tile[0]),)](
+        _forward_kernel[(triton.cdiv(rows, height),)](
             x, residual, x1, rowscale, seed, weight, bias, weight1, bias1, y, y1, total, mean, rstd, kept, kept1,
             x.stride(0), _stride(residual), _stride(x1), y.stride(0), _stride(y1), _stride(total),
             rows, columns, eps, dropout_p,
-            RMS=rms, ZERO_CENTERED=zero_centered, BLOCK_M=tile[0], BLOCK_N=tile[1],
-            num_warps=_warps(tile, FORWARD_WARP),
+            RMS=rms, ZERO_CENTERED=zero_centered, BLOCK_M=height, BLOCK_N=width, num_warps=warps,
         )  # fmt: skip
     return Sums(mean, rstd, seed)
 
@@ -250,9 +246,9 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Write dx, dx1 and dresidual, and return the gradients of weight, bias, weight1 and bias1, in their dtypes."""
     rows, columns = total.shape
-    tile = _tile(columns)
+    height, width, warps = _tile(columns, BACKWARD_TILE)
     cores = torch.cuda.get_device_properties(total.device).multi_processor_count if total.is_cuda else 1
-    programs = min(PROGRAMS * cores, triton.cdiv(rows, tile[0]))
+    programs = min(PROGRAMS * cores, triton.cdiv(rows, height))
 
     def partial(parameter: Tensor | None) -> Tensor | None:
         return None if parameter is None else total.new_empty((programs, columns), dtype=torch.float32)
@@ -266,10 +262,9 @@ def backward(
             total.stride(0), dy.stride(0), _stride(dy1), _stride(dtotal),
             dx.stride(0), _stride(dx1), _stride(dresidual),
             rows, columns, dropout_p,
-            RMS=rms, ZERO_CENTERED=zero_centered, BLOCK_M=tile[0], BLOCK_N=tile[1],
-            STAGES=STAGES, num_warps=_warps(tile, BACKWARD_WARP),
+            RMS=rms, ZERO_CENTERED=zero_centered, BLOCK_M=height, BLOCK_N=width, STAGES=STAGES, num_warps=warps,
         )  # fmt: skip
     return tuple(  # type: ignore[return-value]
-        None if parameter is None or sums_of is None else sums_of.sum(0).to(parameter.dtype)
-        for parameter, sums_of in zip(parameters, partials, strict=True)
+        None if parameter is None or part is None else part.sum(0).to(parameter.dtype)
+        for parameter, part in zip(parameters, partials, strict=True)
     )
