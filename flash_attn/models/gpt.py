@@ -204,6 +204,9 @@ class GPTPreTrainedModel(nn.Module):
     ) -> None:
         super().__init__()
         _check_single(process_group)
+        for name in ("mup_embeddings_multiplier", "mup_output_multiplier", "mup_width_scale", "mup_init_scale"):
+            if (value := getattr(config, name, 1.0)) != 1.0:
+                raise UnsupportedFeatureError(f"config.{name} must be 1.0, got {value}.")
         self.config = config
 
     def _initialize(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ShapeError
+from ..errors import ArgumentError, ShapeError, UnsupportedFeatureError
 
 __all__ = [
     "DecoderOnlyOutput",
@@ -109,9 +109,10 @@ def decode(
     eos_token_id: int | None = None,
     teacher_outputs: Tensor | None = None,
     vocab_size: int | None = None,
+    tensor_parallel: int = 1,
     cg: bool = False,
     enable_timing: bool = False,
-    output_scores: bool = False,
+    output_scores: bool = True,
 ) -> DecoderOnlyOutput:
     """Continue the prompts, which all have the same length.
 
@@ -123,6 +124,7 @@ def decode(
         eos_token_id: stop when all sequences have this token at the same time.
         teacher_outputs: (B, length): the sequences as far as they are given, whatever the model says.
         vocab_size: classes beyond it are no tokens.
+        tensor_parallel: only 1: models are not split between processes.
         cg: decode by a CUDA graph, which is captured for this batch size and kept at the model.
         enable_timing: print how long it took.
         output_scores: keep the logits.
@@ -130,6 +132,7 @@ def decode(
     batch_size, prompt = input_ids.shape
     if not 0 < prompt < max_length:
         raise ArgumentError(f"max_length must be more than the prompts' length, {prompt} tokens, got {max_length}.")
+    _check_single(tensor_parallel)
     if cg:
         model._decoding_cache = update_graph_cache(
             model, getattr(model, "_decoding_cache", None), batch_size, prompt, max_length
@@ -169,6 +172,11 @@ def decode(
     if enable_timing:
         print(f"Prompt processing and decoding: {(_now(input_ids) - start) * 1000:.0f} ms")
     return DecoderOnlyOutput(torch.cat(sequences, dim=1), tuple(scores) if output_scores else None)
+
+
+def _check_single(tensor_parallel: int) -> None:
+    if tensor_parallel != 1:
+        raise UnsupportedFeatureError(f"tensor_parallel must be 1, got {tensor_parallel}.")
 
 
 def _now(x: Tensor) -> float:
@@ -223,6 +231,7 @@ def update_graph_cache(
     seqlen_og: int,
     max_seqlen: int,
     decoding_seqlens: tuple[int, ...] = (1,),
+    tensor_parallel: int = 1,
     dtype: torch.dtype | None = None,
     n_warmups: int = 2,
 ) -> DecodingCGCache:
@@ -230,6 +239,7 @@ def update_graph_cache(
 
     A cache of more room serves smaller batches and lengths; a graph is made for each batch size.
     """
+    _check_single(tensor_parallel)
     parameter: Tensor = next(iter(model.parameters()))
     dtype = parameter.dtype if dtype is None else dtype
     if (

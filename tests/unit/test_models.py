@@ -354,6 +354,7 @@ def test_what_needs_transformers(monkeypatch):
         ({"activation_function": "tanh"}, "activation_function must be one of .*'tanh'"),
         ({"parallel_block": True, "prenorm": False}, "prenorm must be True"),
         ({"attn_dwconv": True}, "attn_dwconv must be False"),
+        ({"mup_width_scale": 0.5}, "mup_width_scale must be 1.0, got 0.5"),
     ],
 )
 def test_what_a_configuration_cannot_say(changes, message):
@@ -364,6 +365,8 @@ def test_what_a_configuration_cannot_say(changes, message):
 def test_what_a_model_refuses():
     with pytest.raises(NotImplementedError, match="process_group must be None"):
         GPTLMHeadModel(config_of(), process_group=object())
+    with pytest.raises(NotImplementedError, match="tensor_parallel must be 1, got 2"):
+        plain_model().generate(torch.zeros(1, 2, dtype=torch.int64), 5, tensor_parallel=2)
     with pytest.raises(ValueError, match=r"input_ids must have shape \(B, S\), got \(3,\)"):
         plain_model()(torch.zeros(3, dtype=torch.int64))
 
