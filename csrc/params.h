@@ -21,6 +21,7 @@ struct Sequences {
   const int* seqused_q;     // (B): the queries of each sequence that count, from its first row on
   const int* seqused_k;     // (B): the same of keys
   const int* leftpad_k;     // (B): keys of each sequence that are skipped, at its beginning
+  int new_keys;             // counted on top of seqused_k
 };
 
 // What happens to the scores besides scaling. Read by the kernels of mask kind `general` alone.
@@ -146,21 +147,27 @@ struct Pages {
   const int* block_table;  // (B, pages of a sequence): the page that holds rows i * page_size and up
   long long table_batch_stride;
   int page_size;
+  unsigned multiplier;  // row / page_size is row * multiplier >> shift, for any row below 2^30
+  int shift;
   int page_count;  // pages there are; a table entry outside [0, page_count) is never followed
 };
 
 // flash_decode: attention of few queries with a KV cache, and flash_combine, which joins its splits. The query heads of a
-// KV head and the query tokens are packed into rows: row r is token r / group, head r % group of its KV head.
+// KV head and the query tokens are packed into rows: row r is token r / group, head r % group of its KV head. On GPUs that
+// can, each is launched while the launch before it ends (programmatic dependent launch).
 struct DecodeParams {
-  const void* q;  // (B, Sq, H, D)
+  const void* q;  // (B, Sq, H, D), or packed (T, H, D)
   const void* k;  // (Bc, capacity, Hk, D), or (pages, page_size, Hk, D)
   const void* v;  // likewise, Dv
-  void* out;      // (B, Sq, H, Dv)
-  float* lse;     // (B, H, Sq)
-  float* partial_out;  // (splits, B, H, Sq, Dv), normalised within the split; unused with one split
-  float* partial_lse;  // (splits, B, H, Sq), base 2
+  void* out;      // (B, Sq, H, Dv), or packed (T, H, Dv)
+  float* lse;     // (B, H, Sq) or packed (H, T)
+  float* partial_out;  // (splits, lse_count, Dv), rows as in lse, normalised within the split; unused with one split
+  float* partial_lse;  // (splits, lse_count), base 2
   Strides q_stride, k_stride, v_stride, out_stride;
-  Sequences sequences;         // seqused_k: the length of each cache, new keys included; leftpad_k
+  long long lse_batch_stride;  // 0 if packed
+  long long lse_head_stride;   // Sq or T
+  long long lse_count;
+  Sequences sequences;         // cu_seqlens_q; seqused_k + new_keys: the length of each cache, new keys included; leftpad_k
   const int* cache_batch_idx;  // (B): the slab of each sequence; null: its own
   int slabs;                   // Bc; a slab outside of [0, slabs) is never followed
   Pages pages;
@@ -169,11 +176,12 @@ struct DecodeParams {
   int heads;
   int heads_kv;
   int group;
-  int seqlen_q;
-  int seqlen_k;  // capacity
+  int seqlen_q;  // the longest, if packed
+  int seqlen_k;  // capacity, or a length that all sequences have
   int head_dim;
   int head_dim_v;
-  int row_tiles;  // ceil(group * seqlen_q / block_m)
+  int row_warps;  // warps, of block_m rows each, that share their keys: a power of two, at most the warps of a block
+  int row_tiles;  // ceil(group * seqlen_q / (row_warps * block_m))
   int splits;
   float scale;
   float scale_log2;

@@ -2,12 +2,13 @@
 
 ===================================  ==================================================================================
 ``flash_attn::decode``               attention of few queries with a cache in slabs or pages
-``flash_attn::append``               new keys and values into a cache, rotated or not, and the query's rotation with
-them ``flash_attn::rotary``               rotary embedding from one tensor to another, or in place; no gradient
+``flash_attn::kvcache``              the same after new keys and values were appended, rotated with the queries or not
+``flash_attn::append``               new keys and values into a cache
+``flash_attn::rotary``               rotary embedding from one tensor to another, or in place; no gradient
 ``flash_attn::rotary_embedding``     the same as a function with a gradient
 ===================================  ==================================================================================
 
-The first two have no gradient at all: a cache is for inference.
+The first three have no gradient at all: a cache is for inference.
 """
 
 from __future__ import annotations
@@ -22,18 +23,27 @@ from . import reference_cache
 from ._ops import LIB, define, define_joined, register_cpu
 from .reference import lse_dtype
 
-__all__ = ["APPEND", "DECODE", "ROTARY", "ROTARY_EMBEDDING"]
+__all__ = ["APPEND", "DECODE", "KVCACHE", "ROTARY", "ROTARY_EMBEDDING"]
 
-# seqused_k: the length of each cache, new keys included; None: all of it. num_splits 0: automatic.
-define(
-    "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? seqused_k, Tensor? leftpad_k, Tensor? cache_batch_idx, "
-    "Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, float softmax_scale, bool causal, int window_left, "
-    "int window_right, int attention_chunk, float softcap, int num_splits) -> (Tensor out, Tensor lse)"
+# seqlens_k: the length of each cache; without it seqlen_k is that of all, a negative one the capacity. Of kvcache: the
+# lengths before k and v are appended. cu_seqlens_q: q is packed, and so are out and lse. num_splits 0: automatic.
+# What is seldom given comes last: a default costs a call a tenth of what an argument does.
+_OPTIONS = (
+    "float softmax_scale, bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, "
+    "int num_splits=0, int window_left=-1, int window_right=-1, Tensor? leftpad_k=None, Tensor? cache_batch_idx=None, "
+    "Tensor? alibi_slopes=None, Tensor? sink=None, int attention_chunk=0, float softcap=0.0"
 )
 define(
-    "append(Tensor? q, Tensor(a!)? q_out, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? cos, "
-    "Tensor? sin, Tensor? offsets, SymInt offset, Tensor? leftpad_k, Tensor? cache_batch_idx, Tensor? block_table, "
-    "bool interleaved, bool same_position) -> ()"
+    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONS}, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0) "
+    "-> (Tensor out, Tensor lse)"
+)
+define(
+    "kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin, "
+    f"bool interleaved, {_OPTIONS}) -> (Tensor out, Tensor lse)"
+)
+define(
+    "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? offsets, SymInt offset, "
+    "Tensor? cache_batch_idx, Tensor? block_table) -> ()"
 )
 define(
     "rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, SymInt offset, "
@@ -41,14 +51,16 @@ define(
 )
 
 DECODE = torch.ops.flash_attn.decode.default
+KVCACHE = torch.ops.flash_attn.kvcache.default
 APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default
 
 
-def _fake_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    batch, seqlen_q, heads, _head_dim = q.shape
-    out = q.new_empty((batch, seqlen_q, heads, v_cache.shape[-1]))
-    return out, q.new_empty((batch, heads, seqlen_q), dtype=lse_dtype(q.dtype))
+def _fake_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **_more: object) -> tuple[Tensor, Tensor]:
+    tokens, heads = q.shape[:-2], q.shape[-2]
+    lse_shape = (heads, *tokens) if len(tokens) == 1 else (tokens[0], heads, tokens[1])
+    out = q.new_empty((*tokens, heads, v_cache.shape[-1]))
+    return out, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
 def _fake_in_place(*_: object) -> None:
@@ -56,9 +68,11 @@ def _fake_in_place(*_: object) -> None:
 
 
 register_cpu("decode", reference_cache.decode)
+register_cpu("kvcache", reference_cache.kvcache)
 register_cpu("append", reference_cache.append)
 register_cpu("rotary", reference_cache.rotary)
 torch.library.register_fake("flash_attn::decode", _fake_decode, lib=LIB)
+torch.library.register_fake("flash_attn::kvcache", _fake_decode, lib=LIB)
 torch.library.register_fake("flash_attn::append", _fake_in_place, lib=LIB)
 torch.library.register_fake("flash_attn::rotary", _fake_in_place, lib=LIB)
 

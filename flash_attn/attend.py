@@ -11,6 +11,7 @@ from torch.compiler import is_compiling
 
 from . import checks
 from ._ops import ATTENTION, FWD, apply_attention
+from ._ops_cache import DECODE
 from ._ops_fp8 import FWD_FP8, fp8_options
 from ._ops_general import (
     ATTENTION_GENERAL,
@@ -71,14 +72,14 @@ class Request(NamedTuple):
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     """Attention of q, k and v, with gradients where they are wanted."""
     if request.block_table is not None:
-        k, v, request = _without_pages(q, k, v, request)
+        return _attend_pages(q, k, v, request)
     q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None, fp8=True)
     if q.dtype is checks.FP8:
         return attend_fp8(q, k, v, request)
     _check_no_descales(q, request)
     if request.qv is not None:
         q, k = _with_qv(q, k, v, request.qv)
-    p = problem_of(q, k, request)
+    p = problem_of(q, k.shape, request)
     q, p = positive_scale(q, p)
     out, lse = _run(q, k, v, p, bool(request.deterministic))
     return _result(q, k, out, lse, p, request)
@@ -103,7 +104,7 @@ def attend_packed(q: Tensor | None, packed: Tensor, request: Request) -> Result:
     if query.dtype is checks.FP8:
         return attend_fp8(query, key, value, request)
     _check_no_descales(query, request)
-    p = problem_of(query, key, request)
+    p = problem_of(query, key.shape, request)
     wanted = torch.is_grad_enabled() and (packed.requires_grad or any(_requires_grad(x) for x in (q, p.sink)))
     deterministic = bool(request.deterministic)
     if not wanted or p.softmax_scale <= 0.0:
@@ -123,7 +124,7 @@ def attend_fp8(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         if option is not None:
             raise UnsupportedFeatureError(f"{name} must be None with FP8 inputs.")
     check_no_gradient(q=q, k=k, v=v, learnable_sink=request.learnable_sink)
-    p = problem_of(q, k, request)
+    p = problem_of(q, k.shape, request)
     out, lse = forward_fp8(q, k, v, p, request.q_descale, request.k_descale, request.v_descale)
     return _result(out, k, out, lse, p, request)  # without dropout, of q only the dtype of an empty tensor counts
 
@@ -164,14 +165,14 @@ def _check_no_descales(q: Tensor, r: Request) -> None:
     checks.check_no_descales(q, q_descale=r.q_descale, k_descale=r.k_descale, v_descale=r.v_descale)
 
 
-def problem_of(q: Tensor, k: Tensor, r: Request) -> Problem:
+def problem_of(q: Tensor, k_shape: Sequence[int], r: Request) -> Problem:
     """The request, checked: what is wrong with it raises."""
     checks.check_softcap(r.softcap)
     checks.check_dropout(r.dropout_p, r.softcap)
     causal, left, right = checks.window_of(r.window_size, r.causal)
     cu_seqlens_q = cu_seqlens_k = None
     max_seqlen_q = q.shape[0 if r.cu_seqlens_q is not None else 1]
-    max_seqlen_k = k.shape[0 if r.cu_seqlens_k is not None else 1]
+    max_seqlen_k = k_shape[0 if r.cu_seqlens_k is not None else 1]
     if r.cu_seqlens_q is not None:
         cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", r.cu_seqlens_q, q)
         max_seqlen_q = checks.length_of("max_seqlen_q", r.max_seqlen_q)
@@ -183,8 +184,8 @@ def problem_of(q: Tensor, k: Tensor, r: Request) -> Problem:
             raise ShapeError(
                 f"cu_seqlens_k must have as many sequences as the queries: {batch}, got {cu_seqlens_k.shape[0] - 1}."
             )
-    elif k.shape[0] != batch:
-        raise ShapeError(f"k must have a batch size of {batch}, got {k.shape[0]}.")
+    elif k_shape[0] != batch:
+        raise ShapeError(f"k must have a batch size of {batch}, got {k_shape[0]}.")
     heads = q.shape[-2]
     return Problem(
         cu_seqlens_q=cu_seqlens_q,
@@ -276,8 +277,24 @@ def _with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tenso
     return torch.cat((q, qv.to(q.dtype)), dim=-1), torch.cat((k, v), dim=-1)
 
 
-def _without_pages(q: Tensor, k: Tensor, v: Tensor, r: Request) -> tuple[Tensor, Tensor, Request]:
-    """k and v (pages, page_size, Hk, D) gathered into (B, pages * page_size, Hk, D), of which cu_seqlens_k counts."""
+# Up to so many rows of query for a KV head of a sequence (tokens times the heads that share it, on average) the decode
+# kernels are faster: than the forward kernels, whose tiles are larger and which split nothing; with pages, than
+# gathering them first and then those. Measured on an H200.
+ROWS_OF_SLABS = 128
+ROWS_OF_PAGES = 256
+
+
+def decoding_is_faster(tokens: int, heads: int, sequences: int, heads_kv: int, paged: bool) -> bool:
+    """Whether the decode kernels, rather than the forward ones, are to serve ``tokens`` queries of all sequences."""
+    return tokens * heads <= (ROWS_OF_PAGES if paged else ROWS_OF_SLABS) * sequences * heads_kv
+
+
+def _attend_pages(q: Tensor, k: Tensor, v: Tensor, r: Request) -> Result:
+    """Attention of packed q with k and v in pages (pages, page_size, Hk, D), of which cu_seqlens_k counts.
+
+    The decode kernels follow the table. They have no gradient, no dropout and no FP8, and take no seqused_q or qv:
+    for those, and for many queries, k and v are gathered first.
+    """
     checks.tensor_of("q", q)
     for name, x in (("k", k), ("v", v)):
         checks.tensor_of(name, x)
@@ -290,5 +307,17 @@ def _without_pages(q: Tensor, k: Tensor, v: Tensor, r: Request) -> tuple[Tensor,
     batch = cu_seqlens_k.shape[0] - 1
     block_table = checks.block_table_of(r.block_table, batch, q)
     seqused = cu_seqlens_k.diff() if r.seqused_k is None else r.seqused_k
-    request = r._replace(block_table=None, cu_seqlens_k=None, max_seqlen_k=None, seqused_k=seqused)
-    return gather_pages(k, block_table), gather_pages(v, block_table), request
+    r = r._replace(block_table=None, cu_seqlens_k=None, max_seqlen_k=None, seqused_k=seqused)
+    wanted = torch.is_grad_enabled() and any(_requires_grad(x) for x in (q, k, v, r.learnable_sink))
+    lacking = wanted or r.dropout_p > 0.0 or r.seqused_q is not None or r.qv is not None or q.dtype is checks.FP8
+    if lacking or q.dim() != 3 or not decoding_is_faster(q.shape[0], q.shape[1], batch, k.shape[2], True):
+        return attend(q, gather_pages(k, block_table), gather_pages(v, block_table), r)
+    q, k, v = checks.check_qkv(q, k, v, packed_q=True)
+    _check_no_descales(q, r)
+    p = problem_of(q, (batch, block_table.shape[1] * k.shape[1]), r)
+    q, p = positive_scale(q, p)
+    out, lse = DECODE(
+        q, k, v, p.softmax_scale, p.causal, p.seqused_k, -1, block_table, 0, p.window_left, p.window_right,
+        p.leftpad_k, None, p.alibi_slopes, p.sink, p.attention_chunk, p.softcap, p.cu_seqlens_q, p.max_seqlen_q,
+    )  # fmt: skip
+    return _result(q, k, out, lse, p, r)

@@ -305,7 +305,7 @@ def flash_attn_varlen_fp8_func(
 def _attend(q: Tensor, k: Tensor, v: Tensor, r: Request, hadamard: bool, smooth_k: bool, seed: int) -> Result:
     q, k, v = checks.check_qkv(q, k, v, r.cu_seqlens_q is not None, r.cu_seqlens_k is not None)
     check_no_gradient(q=q, k=k, v=v, learnable_sink=r.learnable_sink)
-    p = problem_of(q, k, r)
+    p = problem_of(q, k.shape, r)
     heads_kv = k.shape[-2]
     used_q = _used_rows(q, p.cu_seqlens_q, p.seqused_q, None)
     used_k = _used_rows(k, p.cu_seqlens_k, p.seqused_k, p.leftpad_k)

@@ -7,19 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from . import checks
-from ._ops_cache import APPEND, DECODE
-from .attend import forward_without_gradient
+from ._ops_cache import APPEND, DECODE, KVCACHE, ROTARY
+from .attend import ROWS_OF_SLABS, decoding_is_faster, forward_without_gradient
 from .errors import ArgumentError, DtypeError, ShapeError, UnsupportedFeatureError
 from .problem import Problem
 from .reference_cache import gather_pages, rotate
 
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
 
-# The decode kernels take 16 rows of query (tokens times the heads that share a KV head) at a time; with more tiles than
-# this the forward kernels, which take a hundred, read the cache less often.
-_DECODE_ROWS = 64
+_NO_WINDOWS = (-1, -1)
 
 
 def flash_attn_with_kvcache(
@@ -97,55 +96,104 @@ def flash_attn_with_kvcache(
         ShapeError, DtypeError, DeviceError, ArgumentError: a ``ValueError`` naming the argument and what was found.
         UnsupportedFeatureError: a ``NotImplementedError`` naming the argument that this version does not have.
     """
-    checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if torch.is_grad_enabled():  # an operator without a gradient must not be given what wants one
         q, k_cache, v_cache = _detached(q), _detached(k_cache), _detached(v_cache)
         k, v, qv, learnable_sink, alibi_slopes = map(_detached, (k, v, qv, learnable_sink, alibi_slopes))
-    cache = _cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
+    usual = qv is rotary_seqlens is cu_seqlens_q is cu_seqlens_k_new is q_descale is k_descale is v_descale is None
+
+    # The usual call at once: the host library checks the tensors while it reads them. What it refuses goes the long way
+    # below, which converts what can be, or says what is wrong and with which argument.
+    if usual and type(q) is Tensor and q.is_cuda and not is_compiling():
+        try:
+            batch, seqlen_q, heads, head_dim = q.shape
+            scale = checks.scale_of(softmax_scale, head_dim)
+            lengths, length = cache_seqlens, -1
+            if not (lengths is None or isinstance(lengths, Tensor)):
+                lengths, length = None, checks.length_of("cache_seqlens", lengths)
+            seldom: tuple[Any, ...] = ()
+            if not (
+                cache_leftpad is cache_batch_idx is alibi_slopes is learnable_sink is None
+                and window_size == _NO_WINDOWS
+                and softcap == 0.0
+                and num_splits == 0
+                and attention_chunk == 0
+            ):
+                causal, left, right = checks.window_of(window_size, causal)
+                checks.check_softcap(softcap)
+                seldom = (
+                    checks.length_of("num_splits", num_splits), left, right, cache_leftpad, cache_batch_idx,
+                    checks.alibi_slopes_of(alibi_slopes, batch, heads, q), checks.sink_of(learnable_sink, heads, q),
+                    checks.attention_chunk_of(attention_chunk), softcap,
+                )  # fmt: skip
+            decodes = seqlen_q * heads <= ROWS_OF_SLABS or decoding_is_faster(
+                seqlen_q, heads, 1, k_cache.shape[2], block_table is not None
+            )
+            if scale > 0.0 and decodes and k is not None:
+                out, lse = KVCACHE(
+                    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, scale, causal, lengths,
+                    length, block_table, *seldom,
+                )  # fmt: skip
+                return (out, lse) if return_softmax_lse else out
+            if scale > 0.0 and decodes and v is rotary_cos is rotary_sin is None:
+                out, lse = DECODE(q, k_cache, v_cache, scale, causal, lengths, length, block_table, *seldom)
+                return (out, lse) if return_softmax_lse else out
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            pass
+
     causal, left, right = checks.window_of(window_size, causal)
     chunk = checks.attention_chunk_of(attention_chunk)
     checks.check_softcap(softcap)
     splits = checks.length_of("num_splits", num_splits)
+    checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    cache = _cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
     heads = q.shape[-2]
     alibi = checks.alibi_slopes_of(alibi_slopes, cache.batch, heads, q)
     sink = checks.sink_of(learnable_sink, heads, q)
     scale = checks.scale_of(softmax_scale, q.shape[-1] + (0 if qv is None else v_cache.shape[-1]))
-
-    seqused: Tensor | None
+    seldom = (splits, left, right, cache.leftpad, cache.batch_idx, alibi, sink, chunk, softcap)
+    tokens = q.shape[0] if cu_seqlens_q is not None else q.shape[0] * q.shape[1]
+    decodes = decoding_is_faster(tokens, heads, cache.batch, cache.k.shape[2], block_table is not None)
     if k is None:
         for name, x in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if x is not None:
                 raise ArgumentError(f"k must be given together with {name}: k is None, {name} is not.")
-        seqused = cache.lengths_with(0)
     else:
+        v = _check_new_rows(q, k, v, cache, cu_seqlens_k_new is not None)
         same_position = not causal and left < 0 and right < 0
         rotation = _rotation_of(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, same_position, q, cache)
-        if cu_seqlens_q is None and cu_seqlens_k_new is None and rotary_seqlens is None:
-            q = _append(q, k, v, cache, rotation)
-            seqused = cache.lengths_with(k.shape[1])
-        else:
-            q, seqused = _append_packed(q, k, v, cache, rotation, cu_seqlens_q, cu_seqlens_k_new)
+        if usual:
+            _check_room(1 if same_position else q.shape[1], k.shape[1], cache, rotation)
+        if usual and decodes and scale > 0.0:
+            out, lse = KVCACHE(
+                q, cache.k, cache.v, k, v, rotation.cos, rotation.sin, rotation.interleaved, scale, causal,
+                *cache.place(), *seldom,
+            )  # fmt: skip
+            return (out, lse) if return_softmax_lse else out
+        q, cache = _append(q, k, v, cache, rotation, cu_seqlens_q, cu_seqlens_k_new)
 
     if qv is not None:
         q, wide = _with_qv(q, qv, cache)
         cache = cache._replace(k=wide)
     if scale <= 0.0:  # as in flash_attn_func
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0, 1.0)
-    few = cu_seqlens_q is None and q.shape[1] * (heads // cache.k.shape[2]) <= _DECODE_ROWS
-    if cu_seqlens_q is None and (few or block_table is not None):
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q)
+        max_seqlen_q = checks.length_of("max_seqlen_q", max_seqlen_q)
+    else:
+        max_seqlen_q = q.shape[1]
+    if decodes:
         out, lse = DECODE(
-            q, cache.k, cache.v, seqused, cache.leftpad, cache.batch_idx, cache.block_table, alibi, sink,
-            scale, causal, left, right, chunk, softcap, splits,
+            q, cache.k, cache.v, scale, causal, *cache.place(), *seldom, cu_seqlens_q, max_seqlen_q
         )  # fmt: skip
     else:
         keys, values = cache.slabs()
         p = Problem(
-            cu_seqlens_q=None if cu_seqlens_q is None else checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q),
-            seqused_k=seqused,
+            cu_seqlens_q=cu_seqlens_q,
+            seqused_k=None if cache.is_full() else cache.starts(),
             leftpad_k=cache.leftpad,
             alibi_slopes=alibi,
             sink=sink,
-            max_seqlen_q=q.shape[1] if cu_seqlens_q is None else checks.length_of("max_seqlen_q", max_seqlen_q),
+            max_seqlen_q=max_seqlen_q,
             max_seqlen_k=keys.shape[1],
             softmax_scale=scale,
             causal=causal,
@@ -159,7 +207,7 @@ def flash_attn_with_kvcache(
 
 
 def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
+    return x.detach() if isinstance(x, Tensor) and x.requires_grad else x
 
 
 class _Cache(NamedTuple):
@@ -175,19 +223,19 @@ class _Cache(NamedTuple):
     leftpad: Tensor | None
     block_table: Tensor | None
 
-    def lengths_with(self, new: int) -> Tensor | None:
-        """int32 (B) after ``new`` rows were appended; None where that is the capacity."""
-        if self.lengths is not None:
-            return self.lengths + new if new else self.lengths
-        if self.length is None or self.length + new == self.capacity:
-            return None
-        return torch.full((self.batch,), self.length + new, dtype=torch.int32, device=self.k.device)
+    def place(self) -> tuple[Tensor | None, int, Tensor | None]:
+        """As the operators take it."""
+        return self.lengths, -1 if self.length is None else self.length, self.block_table
+
+    def is_full(self) -> bool:
+        return self.lengths is None and (self.length is None or self.length == self.capacity)
 
     def starts(self) -> Tensor:
-        """int32 (B): the lengths before anything is appended."""
+        """int32 (B): the lengths."""
         if self.lengths is not None:
             return self.lengths
-        return torch.full((self.batch,), self.length or 0, dtype=torch.int32, device=self.k.device)
+        length = self.capacity if self.length is None else self.length
+        return torch.full((self.batch,), length, dtype=torch.int32, device=self.k.device)
 
     def slabs(self) -> tuple[Tensor, Tensor]:
         """k and v with one slab for each sequence, in their order."""
@@ -345,106 +393,106 @@ def _rotation_of(
     return _Rotation(cos.contiguous(), sin.contiguous(), bool(interleaved), starts, same_position)
 
 
-def _append(q: Tensor, k: Tensor, v: Tensor | None, cache: _Cache, rotation: _Rotation) -> Tensor:
-    """Write k and v into the cache, and return q, rotated if there is a rotation."""
-    v = checks.tensor_of("v", v)
-    k = checks.tensor_of("k", k)
-    new = k.shape[1] if k.dim() == 4 else 0
+def _check_new_rows(q: Tensor, k: Tensor, v: Tensor | None, cache: _Cache, packed: bool) -> Tensor:
+    """Checks k and v, and returns v."""
+    v, k = checks.tensor_of("v", v), checks.tensor_of("k", k)
     heads_kv = cache.k.shape[2]
+    lengths = tuple(k.shape[:1]) if packed else (cache.batch, k.shape[1] if k.dim() == 4 else 0)
     for name, x, head_dim in (("k", k, cache.k.shape[3]), ("v", v, cache.v.shape[3])):
-        _check_new(name, x, (cache.batch, new, heads_kv, head_dim), q)
+        checks.same_device(name, x, q)
+        if x.dtype != q.dtype:
+            raise DtypeError(f"{name} must have q's dtype: q is {q.dtype}, {name} is {x.dtype}.")
+        wanted = (*lengths, heads_kv, head_dim)
+        if tuple(x.shape) != wanted:
+            raise ShapeError(f"{name} must have shape {wanted} here, got {checks.sizes(x)}.")
     if cache.length is None and cache.lengths is None:
         raise ArgumentError("cache_seqlens must say where k goes: k is given, cache_seqlens is None.")
-    if cache.length is not None:
-        _check_room(cache.length, max(new, q.shape[1] if rotation.cos is not None else 0), new, cache, rotation)
-    rotated = None if rotation.cos is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    APPEND(
-        None if rotated is None else q, rotated, k, v, cache.k, cache.v, rotation.cos, rotation.sin, cache.lengths,
-        cache.length or 0, cache.leftpad, cache.batch_idx, cache.block_table, rotation.interleaved,
-        rotation.same_position,
-    )  # fmt: skip
-    return q if rotated is None else rotated
+    return v
 
 
-def _check_new(name: str, x: Tensor, wanted: tuple[int, ...], q: Tensor) -> None:
-    checks.same_device(name, x, q)
-    if x.dtype != q.dtype:
-        raise DtypeError(f"{name} must have q's dtype: q is {q.dtype}, {name} is {x.dtype}.")
-    if tuple(x.shape) != wanted:
-        raise ShapeError(f"{name} must have shape {wanted} here, got {checks.sizes(x)}.")
-
-
-def _check_room(length: int, positions: int, new: int, cache: _Cache, rotation: _Rotation) -> None:
+def _check_room(query_rows: int, new: int, cache: _Cache, rotation: _Rotation) -> None:
+    """Where the host knows the length: that the new rows fit, and that they and the query's have positions."""
+    length = cache.length
+    if length is None:
+        return
     if length + new > cache.capacity:
         raise ArgumentError(
             f"cache_seqlens must leave room for k: {length} + {new} new rows are more than the capacity, "
             f"{cache.capacity}."
         )
-    if rotation.cos is not None and length + (1 if rotation.same_position else positions) > rotation.cos.shape[0]:
+    positions = max(new, query_rows)
+    if rotation.cos is not None and length + positions > rotation.cos.shape[0]:
         raise ShapeError(
             f"rotary_cos must have a position for each new row: {length} + {positions} are needed, "
             f"got {rotation.cos.shape[0]}."
         )
 
 
-def _append_packed(
+def _append(
     q: Tensor,
     k: Tensor,
-    v: Tensor | None,
+    v: Tensor,
     cache: _Cache,
     rotation: _Rotation,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k_new: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """As :func:`_append` of packed tensors, or with positions of their own: (q, lengths after it).
-
-    Every token is handed over as a sequence of its own, of one row, with its own place.
-    """
-    v, k = checks.tensor_of("v", v), checks.tensor_of("k", k)
+) -> tuple[Tensor, _Cache]:
+    """Write k and v, packed or not, into the cache, with positions of their own or not: (q, rotated; the cache after
+    it)."""
     starts = cache.starts()
-    positions = starts if cache.leftpad is None else starts - cache.leftpad
-    if rotation.starts is not None:
-        positions = rotation.starts
-    tokens_k = _Tokens.of("cu_seqlens_k_new", k, cu_seqlens_k_new, cache.batch, q)
-    tokens_q = _Tokens.of("cu_seqlens_q", q, cu_seqlens_q, cache.batch, q)
-    heads_kv = cache.k.shape[2]
-    for name, x, head_dim in (("k", k, cache.k.shape[3]), ("v", v, cache.v.shape[3])):
-        _check_new(name, x, (*k.shape[: 1 if cu_seqlens_k_new is not None else 2], heads_kv, head_dim), q)
-    if cache.length is None and cache.lengths is None:
-        raise ArgumentError("cache_seqlens must say where k goes: k is given, cache_seqlens is None.")
     if rotation.cos is not None and rotation.sin is not None:
-        k = rotate(k, rotation.cos, rotation.sin, tokens_k.at(positions), rotation.interleaved, False)
-        where = tokens_q.of_sequence(positions) if rotation.same_position else tokens_q.at(positions)
-        q = rotate(q, rotation.cos, rotation.sin, where, rotation.interleaved, False)
-    flat_k, flat_v = (x.reshape(-1, 1, *x.shape[-2:]) for x in (k, v))
-    sequence = tokens_k.sequence.reshape(-1)
-    rows = torch.where(tokens_k.exists, tokens_k.at(starts), -1).reshape(-1).to(torch.int32)
-    slab: Tensor | None = sequence.to(torch.int32) if cache.batch_idx is None else cache.batch_idx[sequence]
-    block_table = None if cache.block_table is None else cache.block_table[sequence]
-    if block_table is not None:
-        slab = None
+        positions = starts if cache.leftpad is None else starts - cache.leftpad
+        if rotation.starts is not None:
+            positions = rotation.starts
+        k = _rotated("cu_seqlens_k_new", k, positions, cu_seqlens_k_new, rotation, False, q)
+        q = _rotated("cu_seqlens_q", q, positions, cu_seqlens_q, rotation, rotation.same_position, q)
+    if cu_seqlens_k_new is None:
+        APPEND(k, v, cache.k, cache.v, starts, 0, cache.batch_idx, cache.block_table)
+        return q, cache._replace(lengths=starts + k.shape[1], length=None)
+    # Every token is handed over as a sequence of its own, of one row, with its own place.
+    tokens = _Tokens.of("cu_seqlens_k_new", k, cu_seqlens_k_new, cache.batch, q)
+    rows = torch.where(tokens.exists, tokens.at(starts), -1).to(torch.int32)
+    slab = tokens.sequence.to(torch.int32) if cache.batch_idx is None else cache.batch_idx[tokens.sequence]
+    block_table = None if cache.block_table is None else cache.block_table[tokens.sequence]
     APPEND(
-        None, None, flat_k, flat_v, cache.k, cache.v, None, None, rows, 0, None, slab, block_table, True, False,
+        k[:, None], v[:, None], cache.k, cache.v, rows, 0, slab if block_table is None else None, block_table
     )  # fmt: skip
-    return q, starts + tokens_k.counts
+    return q, cache._replace(lengths=starts + tokens.counts, length=None)
+
+
+def _rotated(
+    name: str, x: Tensor, starts: Tensor, cu_seqlens: Tensor | None, rotation: _Rotation, same_position: bool, q: Tensor
+) -> Tensor:
+    """x, its rows rotated by their positions from ``starts`` (B) on, or all by the first one.
+
+    ``cu_seqlens``, the argument ``name``, if x is packed.
+    """
+    assert rotation.cos is not None
+    assert rotation.sin is not None
+    if same_position:  # which the kernel does not have
+        if cu_seqlens is None:
+            positions = starts.to(torch.int64)[:, None].expand(x.shape[0], x.shape[1])
+        else:
+            positions = _Tokens.of(name, x, cu_seqlens, starts.shape[0], q).of_sequence(starts)
+        return rotate(x, rotation.cos, rotation.sin, positions, rotation.interleaved, False)
+    if cu_seqlens is not None:
+        cu_seqlens = checks.cu_seqlens_of(name, cu_seqlens, q)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    longest = x.shape[0 if cu_seqlens is not None else 1]
+    ROTARY(x, out, rotation.cos, rotation.sin, starts, 0, cu_seqlens, longest, rotation.interleaved, False)
+    return out
 
 
 class _Tokens(NamedTuple):
-    """Where each token of a batch (B, S) or a packed tensor (T) belongs."""
+    """Where each token of a packed tensor (T) belongs."""
 
     sequence: Tensor  # int64, its sequence
     row: Tensor  # int64, its row in it
-    exists: Tensor  # bool: packed tensors may have tokens of no sequence at their end
+    exists: Tensor  # bool: there may be tokens of no sequence at the end
     counts: Tensor  # int32 (B), tokens of each sequence
 
     @classmethod
-    def of(cls, name: str, x: Tensor, cu_seqlens: Tensor | None, batch: int, q: Tensor) -> _Tokens:
-        if cu_seqlens is None:
-            seqlen = x.shape[1]
-            sequence = torch.arange(batch, device=q.device)[:, None].expand(batch, seqlen)
-            row = torch.arange(seqlen, device=q.device).expand(batch, seqlen)
-            counts = torch.full((batch,), seqlen, dtype=torch.int32, device=q.device)
-            return cls(sequence, row, torch.ones_like(row, dtype=torch.bool), counts)
+    def of(cls, name: str, x: Tensor, cu_seqlens: Tensor, batch: int, q: Tensor) -> _Tokens:
         cu_seqlens = checks.cu_seqlens_of(name, cu_seqlens, q)
         if cu_seqlens.shape[0] != batch + 1:
             raise ShapeError(f"{name} must have shape (B + 1,), ({batch + 1},) here, got {checks.sizes(cu_seqlens)}.")

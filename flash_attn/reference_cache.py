@@ -6,6 +6,8 @@ float32 tensors on a GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,7 @@ from .errors import ShapeError
 from .problem import Problem
 from .reference import lse_dtype
 
-__all__ = ["append", "decode", "gather_pages", "rotary", "rotary_positions", "rotate", "select"]
+__all__ = ["append", "decode", "gather_pages", "kvcache", "rotary", "rotary_positions", "rotate", "select"]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, conjugate: bool) -> Tensor:
@@ -70,40 +72,23 @@ def rotary(
 
 
 def append(
-    q: Tensor | None,
-    q_out: Tensor | None,
     k: Tensor,
     v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
     offsets: Tensor | None,
     offset: int,
-    leftpad_k: Tensor | None,
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
-    interleaved: bool,
-    same_position: bool,
 ) -> None:
-    """Write k and v (B, Sn, Hk, D) into rows offset and up of each cache, k rotated, and q, rotated, to ``q_out``.
+    """Write k and v (B, Sn, Hk, D) into rows offset and up of each cache.
 
-    A row's position is its row in the cache less the padding; with ``same_position`` all of q stands at the first one.
     Rows past the end of a cache, and those of a page that does not exist, are dropped.
     """
     batch, new = k.shape[:2]
-    first = offsets if offsets is not None else torch.full((batch,), offset, device=k.device)
-    if cos is not None and sin is not None:
-        position = first.to(torch.int64) if leftpad_k is None else first.to(torch.int64) - leftpad_k
-        k = rotate(k, cos, sin, position[:, None] + torch.arange(new, device=k.device), interleaved, False)
-        if q is not None and q_out is not None:
-            step = torch.arange(q.shape[1], device=k.device) * (0 if same_position else 1)
-            q_out.copy_(rotate(q, cos, sin, position[:, None] + step, interleaved, False))
-    elif q is not None and q_out is not None:
-        q_out.copy_(q)
     page_size = k_cache.shape[1]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    for number, start in enumerate(first.tolist()):
+    for number, start in enumerate([offset] * batch if offsets is None else offsets.tolist()):
         for i in range(max(0, -start), min(new, capacity - start)):
             slab, row = number, start + i
             if block_table is not None:
@@ -148,34 +133,41 @@ def decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    seqused_k: Tensor | None,
-    leftpad_k: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    block_table: Tensor | None,
-    alibi_slopes: Tensor | None,
-    sink: Tensor | None,
     softmax_scale: float,
     causal: bool,
-    window_left: int,
-    window_right: int,
-    attention_chunk: int,
-    softcap: float,
-    num_splits: int,
+    seqlens_k: Tensor | None = None,
+    seqlen_k: int = -1,
+    block_table: Tensor | None = None,
+    num_splits: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    leftpad_k: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    cu_seqlens_q: Tensor | None = None,
+    max_seqlen_q: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Attention of q (B, Sq, H, D) over what each sequence has in the cache; ``num_splits`` changes nothing."""
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if seqlens_k is None and seqlen_k >= 0:
+        seqlens_k = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device)
     if block_table is not None:
-        _check_pages(block_table, k_cache.shape[0], k_cache.shape[1], seqused_k)
+        _check_pages(block_table, k_cache.shape[0], k_cache.shape[1], seqlens_k)
         k, v = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
     elif cache_batch_idx is not None:
         k, v = k_cache.index_select(0, cache_batch_idx), v_cache.index_select(0, cache_batch_idx)
     else:
-        k, v = k_cache, v_cache
+        k, v = k_cache[:batch], v_cache[:batch]
     p = Problem(
-        seqused_k=seqused_k,
+        cu_seqlens_q=cu_seqlens_q,
+        seqused_k=seqlens_k,
         leftpad_k=leftpad_k,
         alibi_slopes=alibi_slopes,
         sink=sink,
-        max_seqlen_q=q.shape[1],
+        max_seqlen_q=q.shape[1] if cu_seqlens_q is None else max_seqlen_q,
         max_seqlen_k=k.shape[1],
         softmax_scale=softmax_scale,
         causal=causal,
@@ -185,3 +177,43 @@ def decode(
         softcap=softcap,
     )
     return reference_general.forward(q, k, v, p)
+
+
+def kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    softmax_scale: float,
+    causal: bool,
+    seqlens_k: Tensor | None = None,
+    seqlen_k: int = -1,
+    block_table: Tensor | None = None,
+    num_splits: int = 0,
+    window_left: int = -1,
+    window_right: int = -1,
+    leftpad_k: Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    *options: Any,
+) -> tuple[Tensor, Tensor]:
+    """``append`` of k, and ``decode`` of q, both rotated at their places in the cache less its padding.
+
+    Where the mask does not depend on a query's position, all of q has that of the first new row.
+    """
+    batch, new = k.shape[:2]
+    starts = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device) if seqlens_k is None else seqlens_k
+    if cos is not None and sin is not None:
+        positions = (starts.to(torch.int64) if leftpad_k is None else starts.to(torch.int64) - leftpad_k)[:, None]
+        k = rotate(k, cos, sin, positions + torch.arange(new, device=q.device), interleaved, False)
+        same_position = not causal and window_left < 0 and window_right < 0
+        steps = torch.arange(q.shape[1], device=q.device) * (0 if same_position else 1)
+        q = rotate(q, cos, sin, positions + steps, interleaved, False)
+    append(k, v, k_cache, v_cache, starts, 0, cache_batch_idx, block_table)
+    return decode(
+        q, k_cache, v_cache, softmax_scale, causal, starts + new, -1, block_table, num_splits, window_left,
+        window_right, leftpad_k, cache_batch_idx, *options,
+    )  # fmt: skip

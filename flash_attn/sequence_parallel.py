@@ -107,7 +107,7 @@ def _flash_attn_varlen_forward(
 def _forward(q: Tensor, k: Tensor, v: Tensor, request: Request, return_softmax: bool) -> _Forward:
     with torch.no_grad():
         q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None)
-        q, p = positive_scale(q, problem_of(q, k, request))
+        q, p = positive_scale(q, problem_of(q, k.shape, request))
         out, lse = forward_without_gradient(q, k, v, p)
         probs = s_dmask(q, k, lse, p) if return_softmax and p.rng_state is not None else q.new_empty(0)
         rng_state = p.rng_state
@@ -217,7 +217,7 @@ def _backward(
 ) -> Tensor:
     with torch.no_grad():
         q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None)
-        p = problem_of(q, k, request)
+        p = problem_of(q, k.shape, request)
         p = _with_dropout(p, dropout_p, rng_state, q)
         _check_results(dout, q, v, out, lse, p)
         lse = lse.to(lse_dtype(q.dtype)).contiguous()

@@ -43,6 +43,7 @@ struct Kernel {
   CUfunction entry[3];  // the op's entry points, in launch order
   int multiprocessors;
   bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams
+  bool waits;        // its code waits for the launch before it where it has to, so that it may begin during that one
 };
 
 // The kernel with the smallest head dim that holds the query's, of the fastest family that can run on the device. Loads
@@ -98,11 +99,12 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_
 void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, CUstream stream);
 
 // Into how many parts each cache is cut: `asked`, or, where that is 0, the fewest that fill the GPU well. Sets
-// params.row_tiles.
+// params.row_warps and params.row_tiles.
 int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked);
 
-// Launches flash_decode and, for several splits, flash_combine. As launch_fwd.
-void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream);
+// Launches flash_decode and, for several splits, flash_combine. As launch_fwd. `after_rotary`: the launch before it on
+// this stream is launch_rotary's, and may still be running.
+void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream, bool after_rotary);
 
 // Launches flash_rotary for all tasks.
 void launch_rotary(const Kernel& kernel, const RotaryParams& params, CUstream stream);

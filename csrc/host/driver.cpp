@@ -64,7 +64,11 @@ void load(Driver& cuda) {
   bind(library, "cuMemsetD32Async", cuda.cuMemsetD32Async);
   bind(library, "cuTensorMapEncodeTiled", cuda.cuTensorMapEncodeTiled);
   bind(library, "cuLaunchKernel", cuda.cuLaunchKernel);
+  bind(library, "cuLaunchKernelEx", cuda.cuLaunchKernelEx);
   check(cuda, cuda.cuInit(0), "initialising the NVIDIA driver");
+  int version = 0;
+  check(cuda, cuda.cuDriverGetVersion(&version), "reading the driver's version");
+  cuda.overlaps_launches = version >= 12030;
 }
 
 std::mutex load_mutex;

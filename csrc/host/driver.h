@@ -40,6 +40,24 @@ constexpr int CU_STREAM_CAPTURE_MODE_RELAXED = 2;
 constexpr int CU_JIT_ERROR_LOG_BUFFER = 5;
 constexpr int CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES = 6;
 
+struct CUlaunchAttribute {
+  int id;
+  union {
+    char bytes[64];
+    int programmaticStreamSerializationAllowed;
+  } value alignas(8);
+};
+constexpr int CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+
+struct CUlaunchConfig {
+  unsigned gridDimX, gridDimY, gridDimZ;
+  unsigned blockDimX, blockDimY, blockDimZ;
+  unsigned sharedMemBytes;
+  CUstream hStream;
+  CUlaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
 struct Driver {
   CUresult (*cuInit)(unsigned flags);
   CUresult (*cuDriverGetVersion)(int* version);
@@ -66,6 +84,10 @@ struct Driver {
   CUresult (*cuLaunchKernel)(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                              unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream,
                              void** parameters, void** extra);
+  CUresult (*cuLaunchKernelEx)(const CUlaunchConfig* config, CUfunction function, void** parameters, void** extra);
+
+  // Whether a launch may begin while the one before it ends. CUDA graphs capture such launches since 12.3.
+  bool overlaps_launches;
 };
 
 // The driver, loaded and initialised by the first call that succeeds; a failure is tried again by the next call.

@@ -514,6 +514,7 @@ class Registration {
     torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_fp8", &fwd_fp8, kTorchTargetVersion);
     torch_library_impl(library_, "decode", &decode, kTorchTargetVersion);
+    torch_library_impl(library_, "kvcache", &kvcache, kTorchTargetVersion);
     torch_library_impl(library_, "rotary", &rotary, kTorchTargetVersion);
     torch_library_impl(library_, "append", &append, kTorchTargetVersion);
   }

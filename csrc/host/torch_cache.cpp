@@ -1,13 +1,16 @@
 // The operators of KV caches and of rotary embeddings for CUDA tensors.
 //
-//   decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? seqused_k, Tensor? leftpad_k, Tensor? cache_batch_idx,
-//       Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, float softmax_scale, bool causal, int window_left,
-//       int window_right, int attention_chunk, float softcap, int num_splits) -> (Tensor out, Tensor lse)
-//   rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, int offset,
-//       Tensor? cu_seqlens, int max_seqlen, bool interleaved, bool conjugate) -> ()
-//   append(Tensor? q, Tensor(a!)? q_out, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? cos,
-//       Tensor? sin, Tensor? offsets, int offset, Tensor? leftpad_k, Tensor? cache_batch_idx, Tensor? block_table,
-//       bool interleaved, bool same_position) -> ()
+//   decode(Tensor q, Tensor k_cache, Tensor v_cache, OPTIONS, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0)
+//       -> (Tensor out, Tensor lse)
+//   kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin,
+//       bool interleaved, OPTIONS) -> (Tensor out, Tensor lse): append and decode in one
+//   rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, SymInt offset,
+//       Tensor? cu_seqlens, SymInt max_seqlen, bool interleaved, bool conjugate) -> ()
+//   append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? offsets, SymInt offset,
+//       Tensor? cache_batch_idx, Tensor? block_table) -> ()
+// OPTIONS: float softmax_scale, bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None,
+//     int num_splits=0, int window_left=-1, int window_right=-1, Tensor? leftpad_k=None, Tensor? cache_batch_idx=None,
+//     Tensor? alibi_slopes=None, Tensor? sink=None, int attention_chunk=0, float softcap=0.0
 #include "host/torch_cache.h"
 
 #include "host/dispatch.h"
@@ -60,10 +63,14 @@ Pages read_pages(const Tensor& tensor, const Rows& cache, int64_t batch, int64_t
   check_shape(table, expected, 2);
   check_dtype(table, constants().int32);
   check_device(table, cache.argument);
+  if (cache.sizes[1] < 1) fail("%s has pages of no rows.", cache.argument.name);
   if (table.sizes[1] > 1 && table.strides[1] != 1) fail("block_table must have a contiguous last dimension.");
   pages.block_table = static_cast<const int*>(table.data);
   pages.table_batch_stride = table.strides[0];
   pages.page_size = static_cast<int>(cache.sizes[1]);
+  pages.shift = 30;
+  while (int64_t{1} << (pages.shift - 30) < cache.sizes[1]) ++pages.shift;
+  pages.multiplier = static_cast<unsigned>(((int64_t{1} << pages.shift) + cache.sizes[1] - 1) / cache.sizes[1]);
   pages.page_count = static_cast<int>(cache.sizes[0]);
   *capacity = table.sizes[1] * cache.sizes[1];
   return pages;
@@ -97,33 +104,62 @@ Dtype kernel_dtype(const Argument& argument) {
   fail("%s is %s; float16 and bfloat16 are supported.", argument.name, dtype_name(argument.dtype));
 }
 
-}  // namespace
+// What attention with a cache is told besides q and the cache.
+struct Options {
+  Tensor seqlens_k, leftpad_k, cache_batch_idx, block_table, alibi_slopes, sink;
+  int64_t seqlen_k = 0;  // without seqlens_k, the length of every cache; negative: the capacity
+  double softmax_scale = 0, softcap = 0;
+  bool causal = false;
+  int64_t window_left = 0, window_right = 0, chunk = 0, num_splits = 0;
 
-void decode(StableIValue* stack, uint64_t, uint64_t) {
-  Arguments arguments(stack);
-  const Tensor q_tensor = arguments.tensor();
-  const Tensor k_tensor = arguments.tensor();
-  const Tensor v_tensor = arguments.tensor();
-  const Tensor seqused_k = arguments.optional_tensor();
-  const Tensor leftpad_k = arguments.optional_tensor();
-  const Tensor cache_batch_idx = arguments.optional_tensor();
-  const Tensor block_table = arguments.optional_tensor();
-  const Tensor alibi_slopes = arguments.optional_tensor();
-  const Tensor sink = arguments.optional_tensor();
-  const double softmax_scale = arguments.real();
-  const bool causal = arguments.boolean();
-  const int64_t window_left = arguments.integer();
-  const int64_t window_right = arguments.integer();
-  const int64_t chunk = arguments.integer();
-  const double softcap = arguments.real();
-  const int64_t num_splits = arguments.integer();
+  void read(Arguments& arguments) {
+    softmax_scale = arguments.real();
+    causal = arguments.boolean();
+    seqlens_k = arguments.optional_tensor();
+    seqlen_k = arguments.integer();
+    block_table = arguments.optional_tensor();
+    num_splits = arguments.integer();
+    window_left = arguments.integer();
+    window_right = arguments.integer();
+    leftpad_k = arguments.optional_tensor();
+    cache_batch_idx = arguments.optional_tensor();
+    alibi_slopes = arguments.optional_tensor();
+    sink = arguments.optional_tensor();
+    chunk = arguments.integer();
+    softcap = arguments.real();
+  }
+};
 
-  const Rows q = read_rows("q", q_tensor, false);
-  const Cache k_cache("k_cache", k_tensor, q.argument, false);
-  const Cache v_cache("v_cache", v_tensor, q.argument, false);
+// A checked problem, ready but for where q and the results are.
+struct Problem {
+  DecodeParams params = {};
+  const Kernel* kernel = nullptr;  // null where there is no row
+  int64_t out_sizes[4] = {0, 0, 0, 0};
+  bool packed = false;
+  Tensor alibi_copy, sink_copy;
+
+  int64_t partial_floats() const {
+    return params.splits > 1 ? params.splits * params.lse_count * (params.head_dim_v + 1) : 0;
+  }
+};
+
+// `new_rows` are appended to each cache before its keys are used, and do not count in its length yet.
+void read_problem(Problem& problem, const Rows& q, const Cache& k_cache, const Cache& v_cache, const Tensor& cu_seqlens_q,
+                  int64_t max_seqlen_q, const Options& options, int64_t new_rows) {
   const Rows& k = k_cache.rows;
   const Rows& v = v_cache.rows;
-  const int64_t batch = q.sizes[0], heads = q.sizes[2], heads_kv = k.sizes[2];
+  problem.packed = q.packed();
+  int64_t batch = q.sizes[0];
+  int64_t seqlen_q = q.sizes[1];
+  if (problem.packed) {
+    const Argument starts = read_argument("cu_seqlens_q", cu_seqlens_q);
+    check_rank(starts, 1);
+    if (starts.sizes[0] < 1) fail("cu_seqlens_q has shape (0), expected (batch + 1).");
+    batch = starts.sizes[0] - 1;
+    if (max_seqlen_q < 0) fail("max_seqlen_q is %lld; it must not be negative.", static_cast<long long>(max_seqlen_q));
+    if (max_seqlen_q < seqlen_q) seqlen_q = max_seqlen_q;
+  }
+  const int64_t heads = q.sizes[2], heads_kv = k.sizes[2];
   const int64_t k_shape[4] = {k.sizes[0], k.sizes[1], heads_kv, q.sizes[3]};
   const int64_t v_shape[4] = {k.sizes[0], k.sizes[1], heads_kv, v.sizes[3]};
   check_rows(k, k_shape);
@@ -136,69 +172,129 @@ void decode(StableIValue* stack, uint64_t, uint64_t) {
     fail("q has %lld heads, which is not a multiple of the %lld heads of k_cache.", static_cast<long long>(heads),
          static_cast<long long>(heads_kv));
   }
-  check_slabs(k, block_table, cache_batch_idx, batch);
+  check_slabs(k, options.block_table, options.cache_batch_idx, batch);
 
-  const int64_t out_sizes[4] = {batch, q.sizes[1], heads, v.sizes[3]};
-  const int64_t lse_sizes[3] = {batch, heads, q.sizes[1]};
-  Output out(out_sizes, false, q.argument.dtype, q.argument.device);
-  Tensor lse = empty(lse_sizes, 3, constants().fp32, q.argument.device);
-  const int64_t rows = batch * heads * q.sizes[1];
-  if (rows > 0) {
-    DecodeParams params = {};
-    int64_t capacity = 0;
-    params.pages = read_pages(block_table, k, batch, &capacity);
-    check_capacity(capacity);
-    check_capacity(q.sizes[1] * heads / heads_kv);
-    const Input q_input(q);
-    Tensor alibi_copy, sink_copy;
-    read_alibi_slopes(alibi_slopes, q.argument, batch, heads, &params.modifiers, &alibi_copy);
-    read_sink(sink, q.argument, heads, &params.modifiers, &sink_copy);
-    params.modifiers.window_left = clamp_window(window_left);
-    params.modifiers.window_right = causal ? 0 : clamp_window(window_right);
-    params.modifiers.chunk = static_cast<int>(chunk > 0 && chunk < kMaxSeqlen ? chunk : 0);
-    params.modifiers.softcap = static_cast<float>(softcap);
-    params.sequences.seqused_k = read_numbers("seqused_k", seqused_k, q.argument, batch);
-    params.sequences.leftpad_k = read_numbers("leftpad_k", leftpad_k, q.argument, batch);
-    params.cache_batch_idx = read_numbers("cache_batch_idx", cache_batch_idx, q.argument, batch);
-    params.slabs = static_cast<int>(k.sizes[0]);
-    params.q = q_input.data();
-    params.k = k_cache.data;
-    params.v = v_cache.data;
-    params.out = out.data();
-    params.lse = static_cast<float*>(data_of(lse));
-    params.q_stride = q_input.strides();
-    params.k_stride = k_cache.strides;
-    params.v_stride = v_cache.strides;
-    params.out_stride = out.strides();
-    params.batch = static_cast<int>(batch);
-    params.heads = static_cast<int>(heads);
-    params.heads_kv = static_cast<int>(heads_kv);
-    params.seqlen_q = static_cast<int>(q.sizes[1]);
-    params.seqlen_k = static_cast<int>(capacity);
-    params.head_dim = static_cast<int>(padded(q.sizes[3]));
-    params.head_dim_v = static_cast<int>(padded(v.sizes[3]));
-    params.scale = static_cast<float>(softmax_scale);
-
-    KernelQuery query = {};
-    query.op = Op::decode;
-    query.dtype = kernel_dtype(q.argument);
-    query.mask = Mask::general;
-    query.head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
-    query.device = q.argument.device;
-    const Kernel& kernel = resolve(query);
-    params.splits = decode_splits(kernel, params, num_splits);
-    Tensor partial;
-    if (params.splits > 1) {
-      const int64_t count[1] = {params.splits * rows * (params.head_dim_v + 1)};
-      partial = empty(count, 1, constants().fp32, q.argument.device);
-      params.partial_out = static_cast<float*>(data_of(partial));
-      params.partial_lse = params.partial_out + params.splits * rows * params.head_dim_v;
+  problem.out_sizes[0] = q.sizes[0];
+  problem.out_sizes[1] = q.sizes[1];
+  problem.out_sizes[2] = heads;
+  problem.out_sizes[3] = v.sizes[3];
+  DecodeParams& params = problem.params;
+  int64_t capacity = 0;
+  params.pages = read_pages(options.block_table, k, batch, &capacity);
+  check_capacity(capacity);
+  if (heads_kv > 0) check_capacity(seqlen_q * heads / heads_kv);
+  int64_t seqlen_k = capacity;
+  if (!options.seqlens_k && options.seqlen_k >= 0) {
+    seqlen_k = options.seqlen_k + new_rows;
+    if (options.seqlen_k > capacity || seqlen_k > capacity) {
+      fail("seqlen_k %lld and %lld new rows are more than a cache of %lld rows holds.",
+           static_cast<long long>(options.seqlen_k), static_cast<long long>(new_rows), static_cast<long long>(capacity));
     }
-    launch_decode(kernel, params, current_stream(q.argument.device));
   }
-  Tensor result = out.take();
-  stack[0] = box(result);
-  stack[1] = box(lse);
+  read_alibi_slopes(options.alibi_slopes, q.argument, batch, heads, &params.modifiers, &problem.alibi_copy);
+  read_sink(options.sink, q.argument, heads, &params.modifiers, &problem.sink_copy);
+  params.modifiers.window_left = clamp_window(options.window_left);
+  params.modifiers.window_right = options.causal ? 0 : clamp_window(options.window_right);
+  params.modifiers.chunk = static_cast<int>(options.chunk > 0 && options.chunk < kMaxSeqlen ? options.chunk : 0);
+  params.modifiers.softcap = static_cast<float>(options.softcap);
+  params.sequences.cu_seqlens_q = read_numbers("cu_seqlens_q", cu_seqlens_q, q.argument, batch + 1);
+  params.sequences.seqused_k = read_numbers("seqlens_k", options.seqlens_k, q.argument, batch);
+  params.sequences.leftpad_k = read_numbers("leftpad_k", options.leftpad_k, q.argument, batch);
+  params.sequences.new_keys = static_cast<int>(new_rows);
+  params.cache_batch_idx = read_numbers("cache_batch_idx", options.cache_batch_idx, q.argument, batch);
+  params.slabs = static_cast<int>(k.sizes[0]);
+  params.k = k_cache.data;
+  params.v = v_cache.data;
+  params.k_stride = k_cache.strides;
+  params.v_stride = v_cache.strides;
+  params.lse_head_stride = q.sizes[1];
+  params.lse_batch_stride = problem.packed ? 0 : heads * q.sizes[1];
+  params.lse_count = q.sizes[0] * heads * q.sizes[1];
+  params.batch = static_cast<int>(batch);
+  params.heads = static_cast<int>(heads);
+  params.heads_kv = static_cast<int>(heads_kv);
+  params.seqlen_q = static_cast<int>(seqlen_q);
+  params.seqlen_k = static_cast<int>(seqlen_k);
+  params.head_dim = static_cast<int>(padded(q.sizes[3]));
+  params.head_dim_v = static_cast<int>(padded(v.sizes[3]));
+  params.scale = static_cast<float>(options.softmax_scale);
+  if (params.lse_count == 0) return;
+
+  KernelQuery query = {};
+  query.op = Op::decode;
+  query.dtype = kernel_dtype(q.argument);
+  query.mask = Mask::general;
+  query.head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
+  query.device = q.argument.device;
+  problem.kernel = &resolve(query);
+  params.splits = decode_splits(*problem.kernel, params, options.num_splits);
+}
+
+// out and lse of a problem.
+struct Results {
+  Results(const Problem& problem, const Argument& q)
+      : out(problem.out_sizes, problem.packed, q.dtype, q.device) {
+    const DecodeParams& params = problem.params;
+    const int64_t sizes[3] = {params.batch, params.heads, params.lse_head_stride};
+    lse = problem.packed ? empty(sizes + 1, 2, constants().fp32, q.device) : empty(sizes, 3, constants().fp32, q.device);
+  }
+  void put(StableIValue* stack) {
+    Tensor result = out.take();
+    stack[0] = box(result);
+    stack[1] = box(lse);
+  }
+
+  Output out;
+  Tensor lse;
+};
+
+// Launches; `partial` holds partial_floats() floats.
+void attend(Problem& problem, const void* q, const Strides& q_stride, float* partial, const Results& results, CUstream stream,
+            bool after_rotary) {
+  DecodeParams& params = problem.params;
+  params.q = q;
+  params.q_stride = q_stride;
+  params.out = results.out.data();
+  params.out_stride = results.out.strides();
+  params.lse = static_cast<float*>(data_of(results.lse));
+  if (params.splits > 1) {
+    params.partial_out = partial;
+    params.partial_lse = partial + params.splits * params.lse_count * params.head_dim_v;
+  }
+  launch_decode(*problem.kernel, params, stream, after_rotary);
+}
+
+// Memory of `count` floats, or none.
+Tensor workspace(int64_t count, int32_t device) {
+  const int64_t sizes[1] = {count};
+  return count > 0 ? empty(sizes, 1, constants().fp32, device) : Tensor();
+}
+
+}  // namespace
+
+void decode(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q_tensor = arguments.tensor();
+  const Tensor k_tensor = arguments.tensor();
+  const Tensor v_tensor = arguments.tensor();
+  Options options;
+  options.read(arguments);
+  const Tensor cu_seqlens_q = arguments.optional_tensor();
+  const int64_t max_seqlen_q = arguments.integer();
+
+  const Rows q = read_rows("q", q_tensor, static_cast<bool>(cu_seqlens_q));
+  const Cache k_cache("k_cache", k_tensor, q.argument, false);
+  const Cache v_cache("v_cache", v_tensor, q.argument, false);
+  Problem problem;
+  read_problem(problem, q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, options, 0);
+  Results results(problem, q.argument);
+  if (problem.kernel != nullptr) {
+    const Input q_input(q);
+    const Tensor memory = workspace(problem.partial_floats(), q.argument.device);
+    float* const partial = memory ? static_cast<float*>(data_of(memory)) : nullptr;
+    attend(problem, q_input.data(), q_input.strides(), partial, results, current_stream(q.argument.device), false);
+  }
+  results.put(stack);
 }
 
 namespace {
@@ -301,104 +397,158 @@ void rotary(StableIValue* stack, uint64_t, uint64_t) {
   output.finish();
 }
 
+namespace {
+
+// New rows of k and v on their way into a cache, and with them a query that is rotated by the same tables.
+class NewRows {
+ public:
+  // The rows' places are `offsets` (batch), or all `offset`, and up.
+  NewRows(int64_t batch, const Tensor& k, const Tensor& v, const Cache& k_cache, const Cache& v_cache, const Tensor& offsets,
+          int64_t offset, const Tensor& leftpad_k, const Tensor& cache_batch_idx, const Tensor& block_table)
+      : k_(read_rows("k", k, false)), v_(read_rows("v", v, false)), k_cache_(k_cache), v_cache_(v_cache) {
+    check_same(k_.argument, k_cache.rows.argument);
+    check_same(v_.argument, k_.argument);
+    const int64_t* const k_sizes = k_cache.rows.sizes;
+    const int64_t* const v_sizes = v_cache.rows.sizes;
+    const int64_t k_shape[4] = {batch, k_.sizes[1], k_sizes[2], k_sizes[3]};
+    const int64_t v_shape[4] = {batch, k_.sizes[1], k_sizes[2], v_sizes[3]};
+    const int64_t v_cache_shape[4] = {k_sizes[0], k_sizes[1], k_sizes[2], v_sizes[3]};
+    check_rows(v_cache.rows, v_cache_shape);
+    check_rows(k_, k_shape);
+    check_rows(v_, v_shape);
+    check_slabs(k_cache.rows, block_table, cache_batch_idx, batch);
+    int64_t capacity = 0;
+    params_.pages = read_pages(block_table, k_cache.rows, batch, &capacity);
+    check_capacity(capacity);
+    if (offset < 0 || offset > capacity) {
+      fail("offset %lld is outside of a cache of %lld rows.", static_cast<long long>(offset),
+           static_cast<long long>(capacity));
+    }
+    params_.capacity = static_cast<int>(capacity);
+    params_.offsets = read_numbers("offsets", offsets, k_.argument, batch);
+    params_.offset = static_cast<int>(offset);
+    params_.leftpad = read_numbers("leftpad_k", leftpad_k, k_.argument, batch);
+    params_.cache_batch_idx = read_numbers("cache_batch_idx", cache_batch_idx, k_.argument, batch);
+    params_.slabs = static_cast<int>(k_sizes[0]);
+    params_.batch = static_cast<int>(batch);
+  }
+
+  int64_t count() const { return k_.sizes[1]; }
+
+  // Rotates k. `query_rows`: those of the query that add_query is going to be called with, 0 where all of them have the
+  // position of the first new row. Every position must be in the tables, as far as the host knows positions.
+  void rotate(const Tensor& cos, const Tensor& sin, bool interleaved, int64_t query_rows) {
+    if (static_cast<bool>(cos) != static_cast<bool>(sin)) fail("cos and sin must be given together; one of them is None.");
+    if (!cos) return;
+    const Argument table = read_argument("cos", cos);
+    if (table.dtype != k_.argument.dtype) check_dtype(table, constants().fp32);
+    table_.read(cos, sin, k_.argument, k_.sizes[3], &params_);
+    const int64_t rows = query_rows > count() ? query_rows : count();
+    const int64_t needed = params_.offsets != nullptr ? params_.capacity : params_.offset + rows;
+    if (params_.positions < needed) {
+      fail("cos has %d positions; %lld are needed.", params_.positions, static_cast<long long>(needed));
+    }
+    params_.interleaved = interleaved ? 1 : 0;
+    rotates_ = true;
+  }
+  bool rotates() const { return rotates_; }
+
+  void launch(const Rows* q, const Input* q_input, void* q_out, const Strides& q_out_stride, bool same_position,
+              CUstream stream) {
+    const Input k_input(k_), v_input(v_);
+    add(k_, k_input, k_cache_.data, k_cache_.strides, rotates_);
+    params_.task[0].to_cache = 1;
+    add(v_, v_input, v_cache_.data, v_cache_.strides, false);
+    params_.task[1].to_cache = 1;
+    if (q != nullptr) {
+      add(*q, *q_input, q_out, q_out_stride, true);
+      params_.task[2].same_position = same_position ? 1 : 0;
+    }
+    launch_rotary(rotary_kernel(k_.argument), params_, stream);
+  }
+
+ private:
+  void add(const Rows& source, const Input& input, void* destination, const Strides& stride, bool rotate) {
+    RotaryTask& task = params_.task[params_.tasks++];
+    set_task(task, source, input);
+    task.destination = destination;
+    task.destination_stride = stride;
+    task.seqlen = static_cast<int>(source.sizes[1]);
+    task.rotate = rotate ? 1 : 0;
+  }
+
+  const Rows k_, v_;
+  const Cache& k_cache_;
+  const Cache& v_cache_;
+  RotaryParams params_ = {};
+  RotaryTable table_;
+  bool rotates_ = false;
+};
+
+}  // namespace
+
 void append(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
-  const Tensor q_tensor = arguments.optional_tensor();
-  const Tensor q_out_tensor = arguments.optional_tensor();
-  const Tensor k_tensor = arguments.tensor();
-  const Tensor v_tensor = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
   const Tensor k_cache_tensor = arguments.tensor();
   const Tensor v_cache_tensor = arguments.tensor();
-  const Tensor cos = arguments.optional_tensor();
-  const Tensor sin = arguments.optional_tensor();
   const Tensor offsets = arguments.optional_tensor();
   const int64_t offset = arguments.integer();
-  const Tensor leftpad_k = arguments.optional_tensor();
   const Tensor cache_batch_idx = arguments.optional_tensor();
   const Tensor block_table = arguments.optional_tensor();
+
+  const Argument first = read_argument("k", k);
+  const Cache k_cache("k_cache", k_cache_tensor, first, true);
+  const Cache v_cache("v_cache", v_cache_tensor, first, true);
+  check_rank(first, 4);
+  NewRows rows(first.sizes[0], k, v, k_cache, v_cache, offsets, offset, Tensor(), cache_batch_idx, block_table);
+  rows.launch(nullptr, nullptr, nullptr, Strides(), false, current_stream(first.device));
+  k_cache.finish();
+  v_cache.finish();
+}
+
+void kvcache(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q_tensor = arguments.tensor();
+  const Tensor k_cache_tensor = arguments.tensor();
+  const Tensor v_cache_tensor = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const Tensor cos = arguments.optional_tensor();
+  const Tensor sin = arguments.optional_tensor();
   const bool interleaved = arguments.boolean();
-  const bool same_position = arguments.boolean();
+  Options options;
+  options.read(arguments);
 
-  const Rows k = read_rows("k", k_tensor, false);
-  const Rows v = read_rows("v", v_tensor, false);
-  check_same(v.argument, k.argument);
-  const Cache k_slabs("k_cache", k_cache_tensor, k.argument, true);
-  const Cache v_slabs("v_cache", v_cache_tensor, k.argument, true);
-  const Rows& k_cache = k_slabs.rows;
-  const Rows& v_cache = v_slabs.rows;
-  const int64_t batch = k.sizes[0];
-  const int64_t v_shape[4] = {batch, k.sizes[1], k.sizes[2], v_cache.sizes[3]};
-  const int64_t k_cache_shape[4] = {k_cache.sizes[0], k_cache.sizes[1], k.sizes[2], k.sizes[3]};
-  const int64_t v_cache_shape[4] = {k_cache.sizes[0], k_cache.sizes[1], k.sizes[2], v_cache.sizes[3]};
-  check_rows(v, v_shape);
-  check_rows(k_cache, k_cache_shape);
-  check_rows(v_cache, v_cache_shape);
-  check_slabs(k_cache, block_table, cache_batch_idx, batch);
-
-  RotaryParams params = {};
-  RotaryTable table;
-  const bool rotates = static_cast<bool>(cos);
-  if (rotates != static_cast<bool>(sin)) fail("cos and sin must be given together; one of them is None.");
-  if (rotates) table.read(cos, sin, k.argument, k.sizes[3], &params);
-  int64_t capacity = 0;
-  params.pages = read_pages(block_table, k_cache, batch, &capacity);
-  check_capacity(capacity);
-  if (offset < 0 || offset > capacity) {
-    fail("offset %lld is outside of a cache of %lld rows.", static_cast<long long>(offset),
-         static_cast<long long>(capacity));
-  }
-  params.capacity = static_cast<int>(capacity);
-  params.offsets = read_numbers("offsets", offsets, k.argument, batch);
-  params.offset = static_cast<int>(offset);
-  params.leftpad = read_numbers("leftpad_k", leftpad_k, k.argument, batch);
-  params.cache_batch_idx = read_numbers("cache_batch_idx", cache_batch_idx, k.argument, batch);
-  params.slabs = static_cast<int>(k_cache.sizes[0]);
-  params.interleaved = interleaved ? 1 : 0;
-  params.batch = static_cast<int>(batch);
-
-  const Input k_input(k), v_input(v);
-  const Rows* const sources[2] = {&k, &v};
-  const Input* const inputs[2] = {&k_input, &v_input};
-  const Cache* const caches[2] = {&k_slabs, &v_slabs};
-  for (int i = 0; i < 2; ++i) {
-    RotaryTask& task = params.task[i];
-    set_task(task, *sources[i], *inputs[i]);
-    task.destination = caches[i]->data;
-    task.destination_stride = caches[i]->strides;
-    task.seqlen = static_cast<int>(sources[i]->sizes[1]);
-    task.rotate = rotates && i == 0 ? 1 : 0;
-    task.to_cache = 1;
-  }
-  params.tasks = 2;
-
-  if (!q_tensor) {
-    launch_rotary(rotary_kernel(k.argument), params, current_stream(k.argument.device));
-    k_slabs.finish();
-    v_slabs.finish();
-    return;
-  }
-  if (!q_out_tensor) fail("q is given, but q_out is None.");
+  // All is checked, and every kernel at hand, before anything is launched.
   const Rows q = read_rows("q", q_tensor, false);
-  const Rows q_out = read_rows("q_out", q_out_tensor, false);
-  check_same(q.argument, k.argument);
-  check_same(q_out.argument, k.argument);
-  check_rows(q_out, q.sizes);
-  const int64_t q_shape[4] = {batch, q.sizes[1], q.sizes[2], k.sizes[3]};
-  check_rows(q, q_shape);
+  const Cache k_cache("k_cache", k_cache_tensor, q.argument, true);
+  const Cache v_cache("v_cache", v_cache_tensor, q.argument, true);
+  if (!options.seqlens_k && options.seqlen_k < 0) fail("k is given, but neither seqlens_k nor seqlen_k.");
+  NewRows rows(q.sizes[0], k, v, k_cache, v_cache, options.seqlens_k, options.seqlens_k ? 0 : options.seqlen_k,
+               options.leftpad_k, options.cache_batch_idx, options.block_table);
+  const bool same_position = !options.causal && options.window_left < 0 && options.window_right < 0;
+  rows.rotate(cos, sin, interleaved, same_position ? 1 : q.sizes[1]);
+  Problem problem;
+  read_problem(problem, q, k_cache, v_cache, Tensor(), 0, options, rows.count());
+  Results results(problem, q.argument);
   const Input q_input(q);
-  Output q_output(q_out);
-  RotaryTask& task = params.task[2];
-  set_task(task, q, q_input);
-  task.destination = q_output.data();
-  task.destination_stride = q_output.strides();
-  task.seqlen = static_cast<int>(q.sizes[1]);
-  task.rotate = rotates ? 1 : 0;
-  task.same_position = same_position ? 1 : 0;
-  params.tasks = 3;
-  launch_rotary(rotary_kernel(k.argument), params, current_stream(k.argument.device));
-  k_slabs.finish();
-  v_slabs.finish();
-  q_output.finish();
+  // A rotated q, contiguous, and then the partial results.
+  const int64_t q_row = q.sizes[2] * padded(q.sizes[3]);
+  const int64_t q_floats = rows.rotates() ? q.sizes[0] * q.sizes[1] * q_row / 2 : 0;
+  const Tensor memory = workspace(q_floats + problem.partial_floats(), q.argument.device);
+  float* const floats = memory ? static_cast<float*>(data_of(memory)) : nullptr;
+  const CUstream stream = current_stream(q.argument.device);
+  const Strides rotated = {q.sizes[1] * q_row, q_row, padded(q.sizes[3])};
+  rows.launch(rows.rotates() ? &q : nullptr, &q_input, floats, rotated, same_position, stream);
+  if (problem.kernel != nullptr) {
+    const void* const q_data = rows.rotates() ? floats : q_input.data();
+    attend(problem, q_data, rows.rotates() ? rotated : q_input.strides(), floats + q_floats, results, stream, true);
+  }
+  k_cache.finish();
+  v_cache.finish();
+  results.put(stack);
 }
 
 }  // namespace flash_attn

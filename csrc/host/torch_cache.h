@@ -8,6 +8,7 @@
 namespace flash_attn {
 
 void decode(StableIValue* stack, uint64_t, uint64_t);
+void kvcache(StableIValue* stack, uint64_t, uint64_t);
 void rotary(StableIValue* stack, uint64_t, uint64_t);
 void append(StableIValue* stack, uint64_t, uint64_t);
 

@@ -43,6 +43,7 @@ class CacheCase:
     alibi: bool = False
     sink: bool = False
     num_splits: int = 0
+    packed: tuple | None = None  # the queries of each sequence, at most seqlen_q, packed
     far_slabs: bool = False  # rows of a cache that are further apart than they need to be
 
     def __str__(self):
@@ -61,10 +62,10 @@ def draw(seed, limits):
     def maybe(probability):
         return rng.random() < probability
 
-    batch, heads_kv, group = rng.randint(1, 3), rng.randint(1, 3), rng.choice((1, 2, 4, 7))
+    batch, heads_kv, group = rng.randint(1, 3), rng.randint(1, 3), rng.choice((1, 2, 4, 7, 8))
     capacity = min(limits.seqlen, rng.choice((1, 17, 64, 100, 257, 300, 1000)))
     page_size = rng.choice((1, 10, 16, 32, 64, 128, 256)) if maybe(0.4) else 0
-    seqlen_q = rng.choice((1, 1, 1, 2, 5, 20, 70, 130))
+    seqlen_q = rng.choice((1, 1, 1, 2, 3, 5, 8, 16, 20, 70, 130))
     new = rng.choice((0, seqlen_q, seqlen_q, rng.randint(1, 20)))
     if new > capacity:
         new = 0
@@ -103,6 +104,7 @@ def draw(seed, limits):
         alibi=maybe(0.2),
         sink=maybe(0.2),
         num_splits=rng.choice((0, 0, 1, 2, 3, 7, 40)),
+        packed=tuple(rng.randint(0, seqlen_q) for _ in range(batch)) if maybe(0.15) else None,
         far_slabs=maybe(0.2),
     )
 
@@ -157,9 +159,12 @@ def run(case, before=lambda: None, device="cuda"):
     alibi = normal(case.heads).abs() * 0.3 if case.alibi else None
     sink = normal(case.heads) * 2 if case.sink else None
     lengths = None if case.lengths is None else numbers(case.lengths)
+    counts = [case.seqlen_q] * batch if case.packed is None else list(case.packed)
+    bounds = numbers([sum(counts[:b]) for b in range(batch + 1)])
+    given = q if case.packed is None else torch.cat([q[b, :n] for b, n in enumerate(counts)])
     before()
     out, lse = flash_attn.flash_attn_with_kvcache(
-        q,
+        given,
         k_cache,
         v_cache,
         k,
@@ -180,6 +185,7 @@ def run(case, before=lambda: None, device="cuda"):
         return_softmax_lse=True,
         learnable_sink=sink,
         attention_chunk=case.chunk,
+        **({} if case.packed is None else {"cu_seqlens_q": bounds, "max_seqlen_q": case.seqlen_q}),
     )
 
     # Every row of a cache, by the sequence that it belongs to: slab and row in it.
@@ -214,12 +220,17 @@ def run(case, before=lambda: None, device="cuda"):
 
     used = [n + case.new for n in case.lengths] if case.lengths is not None else [capacity] * batch
     pads = case.leftpad or (0,) * batch
-    queries = Rows.of([b * case.seqlen_q for b in range(batch)], [case.seqlen_q] * batch, device)
+    queries = Rows.of(bounds[:-1].tolist(), counts, device)
     seen = [u - p for u, p in zip(used, pads, strict=True)]
     keys = Rows.of([b * capacity + p for b, p in enumerate(pads)], seen, device)
     scale = case.head_dim**-0.5 if case.softmax_scale is None else case.softmax_scale
     m = Modifiers(scale, case.causal, case.window, case.chunk, case.softcap, alibi)
-    inputs = (q.flatten(0, 1), k_cache[slab, row].flatten(0, 1), v_cache[slab, row].flatten(0, 1), sink)
+    inputs = (
+        torch.cat([q[b, :n] for b, n in enumerate(counts)]),
+        k_cache[slab, row].flatten(0, 1),
+        v_cache[slab, row].flatten(0, 1),
+        sink,
+    )
     exact, reach = differentiate(inputs, queries, keys, m, None, None, torch.float64)
     same, _ = differentiate(inputs, queries, keys, m, None, None, case.dtype)
     # A query that is rotated is rounded, and may be so to the other side.
@@ -229,5 +240,7 @@ def run(case, before=lambda: None, device="cuda"):
         lost = abs(scale) * torch.finfo(case.dtype).eps * largest(inputs[1].double().norm(dim=-1)) * 4
         allowed["lse"] += lost
         allowed["out"] += lost * largest(inputs[2])
-    found = {"out": out.flatten(0, 1), "lse": lse.transpose(1, 2).flatten(0, 1)}
+    if case.packed is None:
+        out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    found = {"out": out, "lse": lse.transpose(0, 1)}
     return lines + compare(found, exact, allowed)

@@ -140,6 +140,8 @@ CACHES = [
     {"seqlen_q": 1, "num_splits": 5},
     {"seqlen_q": 5, "new": 5, "rotary_dim": 32, "causal": True, "page_size": 16},
     {"seqlen_q": 3, "new": 3, "rotary_dim": 16, "interleaved": True, "batch_idx": True, "leftpad": (2, 0, 5)},
+    {"seqlen_q": 16, "causal": True},
+    {"seqlen_q": 9, "packed": (9, 0, 4), "causal": True, "page_size": 16, "num_splits": 2},
     {
         "seqlen_q": 40,
         "causal": True,

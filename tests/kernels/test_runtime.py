@@ -1,8 +1,10 @@
 """How the kernels live with the rest of CUDA: graphs, streams, devices, no waiting, and what is not built."""
 
+import importlib.util
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -159,6 +161,30 @@ def test_mixed_devices_and_dtypes_are_refused():
         flash_attn_func(q, k, v.float())
     with pytest.raises(ValueError, match=r"q must be one of float16, bfloat16 on cuda, got torch\.float32"):
         flash_attn_func(q.float(), k.float(), v.float())
+
+
+def test_calls_of_caches_are_refused_as_on_the_cpu():
+    """On a GPU the host library is the one that looks at the tensors, and the long way says what is wrong with them."""
+    path = Path(__file__).resolve().parents[1] / "unit" / "test_api_validation.py"
+    spec = importlib.util.spec_from_file_location("api_validation", path)
+    unit = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(unit)
+
+    def refusal(arguments, device):
+        given = {
+            name: x.to(device, torch.bfloat16 if x.dtype == torch.float32 else x.dtype)
+            if isinstance(x, torch.Tensor) and x.device.type == "cpu"
+            else x
+            for name, x in arguments.items()
+        }
+        with pytest.raises((ValueError, NotImplementedError)) as caught:
+            flash_attn.flash_attn_with_kvcache(**given)
+        return type(caught.value), str(caught.value).replace("cuda:0", "cpu")
+
+    assert len(unit.BAD_CACHE) > 30
+    for _, changes, _ in unit.BAD_CACHE:
+        arguments = unit.cached(**changes)
+        assert refusal(arguments, "cuda") == refusal(arguments, "cpu"), changes
 
 
 def test_operators_called_directly_check_what_would_corrupt_memory():

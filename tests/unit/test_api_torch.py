@@ -176,17 +176,28 @@ def test_opcheck_of_caches_and_rotary_embedding():
     cos, sin, lengths, table = torch.rand(40, 3), torch.rand(40, 3), int32(3, 9), int32(2, 0, 1, 3).view(2, 2)
     caches = torch.randn(4, 20, 2, 8), torch.randn(4, 20, 2, 8)
     for index, pages in ((int32(2, 0), None), (None, table)):
-        torch.library.opcheck(
-            _ops_cache.APPEND,
-            (q, torch.empty_like(q), k, k, *caches, cos, sin, lengths, 0, int32(1, 0), index, pages, True, False),
-        )
-        torch.library.opcheck(
-            _ops_cache.APPEND, (None, None, k, k, *caches, None, None, None, 5, None, index, pages, True, True)
-        )
-        torch.library.opcheck(
-            _ops_cache.DECODE,
-            (q, *caches, lengths, None, index, pages, torch.rand(4), torch.rand(4), 0.3, True, 5, -1, 0, 2.0, 0),
-        )
+        torch.library.opcheck(_ops_cache.APPEND, (k, k, *caches, lengths, 0, index, pages))
+        torch.library.opcheck(_ops_cache.APPEND, (k, k, *caches, None, 5, index, pages))
+        for lengths_or_one, padding in (((lengths, -1), int32(1, 0)), ((None, 5), None)):
+            options = (
+                0.3,
+                True,
+                *lengths_or_one,
+                pages,
+                0,
+                5,
+                -1,
+                padding,
+                index,
+                torch.rand(4),
+                torch.rand(4),
+                0,
+                2.0,
+            )
+            torch.library.opcheck(_ops_cache.DECODE, (q, *caches, *options))
+            torch.library.opcheck(_ops_cache.DECODE, (q[0], *caches, *options, int32(0, 1, 3), 2))
+            torch.library.opcheck(_ops_cache.KVCACHE, (q, *caches, k, k, cos, sin, True, *options))
+            torch.library.opcheck(_ops_cache.KVCACHE, (q, *caches, k, k, None, None, True, *options))
     bounds = int32(0, 2, 6)
     torch.library.opcheck(
         _ops_cache.ROTARY, (k[0], torch.empty_like(k[0]), cos, sin, None, 2, int32(0, 3), 3, False, True)

@@ -689,8 +689,8 @@ def test_strides_that_have_no_map(hopper: Machine) -> None:
     ("call", "splits", "grids"),
     [
         ("1 1 8192 32 8 packed 1", 1, ["8,1"]),
-        ("1 1 8192 32 8 packed 4", 4, ["32,1", "8,1"]),
-        ("1 1 8192 32 8 packed 1000000", 128, ["1024,1", "8,1"]),
+        ("1 1 8192 32 8 packed 4", 4, ["32,1", "32,1"]),
+        ("1 1 8192 32 8 packed 1000000", 128, ["1024,1", "32,1"]),
         ("64 1 8192 32 8", 1, ["512,1"]),  # full without splitting
         ("1 1 64 32 8", 1, ["8,1"]),  # too short
         ("0 1 8192 32 8", 1, []),
@@ -699,14 +699,48 @@ def test_strides_that_have_no_map(hopper: Machine) -> None:
 )
 def test_splits(machine: Machine, call: str, splits: int, grids: list[str]) -> None:
     machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90")]))
-    assert machine.run(f"decode 0 bf16 general 128 {call}") == [f"ok splits={splits}"]
+    assert machine.run(f"decode 0 bf16 general 128 {call}") == [f"ok splits={splits} row_warps=1"]
     assert [launch["grid"] for launch in machine.log("launch")] == grids
 
 
+@pytest.mark.parametrize(
+    ("tokens", "row_warps", "blocks"), [(1, 1, 8), (4, 1, 8), (5, 2, 8), (8, 2, 8), (16, 4, 8), (17, 8, 8), (33, 8, 16)]
+)
+def test_warps_share_the_keys_of_more_rows(machine: Machine, tokens: int, row_warps: int, blocks: int) -> None:
+    """Four heads share a KV head: 16 rows a warp, eight warps a block."""
+    record = kernel("decode-sm80-bf16-d128-general", "90", block_m=16, threads=256)
+    machine.write_kernels(archive.pack("x", [record]))
+    assert machine.run(f"decode 0 bf16 general 128 1 {tokens} 64 32 8") == [f"ok splits=1 row_warps={row_warps}"]
+    assert [launch["grid"] for launch in machine.log("launch")] == [f"{blocks},1"]
+
+
+@pytest.mark.parametrize(
+    ("device", "arch", "version", "early"),
+    [
+        (H200, "90", "12080", ["1", "1"]),
+        (H200, "90", "12020", ["0", "0"]),  # its graphs do not know such launches
+        (H200, "ptx80", "12080", ["0", "0"]),  # code without the instruction that waits
+        ("8.0:166912:NVIDIA A100", "80", "12080", ["0", "0"]),
+    ],
+)
+def test_launches_that_begin_early(machine: Machine, device: str, arch: str, version: str, early: list[str]) -> None:
+    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", arch)]))
+    machine.devices, machine.environ = device, {"FAKE_CUDA_DRIVER_VERSION": version}
+    machine.run("decode 0 bf16 general 128 1 1 8192 32 8 packed 4")
+    assert [launch["early"] for launch in machine.log("launch")] == early
+
+
 def test_splits_fill_the_gpu(machine: Machine) -> None:
-    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90")]))
+    """Few rows wait for memory: one wave of blocks, on at least half of the 132 multiprocessors. Many rows compute: few
+    multiprocessors have nothing to do."""
+    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90", block_m=16, threads=256)]))
     for batch in range(1, 20):
-        [answer] = machine.run(f"decode 0 bf16 general 128 {batch} 1 32768 32 8")
-        blocks = 8 * batch * int(answer.removeprefix("ok splits="))
-        waves = -(-blocks // 132)
-        assert blocks / (132 * waves) >= 0.8 or blocks >= 0.8 * 132
+        for tokens in (1, 16):
+            [answer] = machine.run(f"decode 0 bf16 general 128 {batch} {tokens} 32768 32 8")
+            splits = int(answer.removeprefix("ok splits=").split()[0])
+            blocks = 8 * batch * splits
+            waves = -(-blocks // 132)
+            if tokens == 1:
+                assert splits == 1 or (waves == 1 and blocks >= 66), answer
+            else:
+                assert blocks / (132 * waves) >= 0.7, answer

@@ -80,9 +80,10 @@ library.define("fwd_general(Tensor q) -> (Tensor, Tensor)")
 library.define("bwd_general(Tensor q) -> ()")
 library.define("fwd_fp8(Tensor q) -> (Tensor, Tensor)")
 library.define("decode(Tensor q) -> (Tensor, Tensor)")
+library.define("kvcache(Tensor q) -> (Tensor, Tensor)")
 library.define("append(Tensor q) -> ()")
 library.define("rotary(Tensor q) -> ()")
-operators = ("fwd", "bwd", "fwd_general", "bwd_general", "fwd_fp8", "decode", "append", "rotary")
+operators = ("fwd", "bwd", "fwd_general", "bwd_general", "fwd_fp8", "decode", "kvcache", "append", "rotary")
 torch.ops.load_library(sys.argv[1])
 c = ctypes.CDLL(sys.argv[1])
 c.flash_attn_version.restype = ctypes.c_char_p
@@ -104,7 +105,7 @@ def test_loads_without_gpu_and_driver() -> None:
     """Any torch can load the library; without a driver the reason says so."""
     found = json.loads(run(["-c", LOAD, str(installed())], CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=""))
     assert found["version"] == VERSION
-    assert found["kernels"] == [True, False] * 8
+    assert found["kernels"] == [True, False] * 9
     assert found["capability"] == -1
     assert found["supported"] == 0
     # On a machine with a driver but no visible GPU the driver itself is the one to complain.

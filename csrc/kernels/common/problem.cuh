@@ -35,7 +35,7 @@ struct Sequence {
       seqlen_k = s.cu_seqlens_k[batch + 1] - static_cast<int>(k_row);
     }
     if (s.seqused_q != nullptr) seqlen_q = min(seqlen_q, s.seqused_q[batch]);
-    if (s.seqused_k != nullptr) seqlen_k = min(seqlen_k, s.seqused_k[batch]);
+    if (s.seqused_k != nullptr) seqlen_k = min(seqlen_k, s.seqused_k[batch] + s.new_keys);
     if (s.leftpad_k != nullptr) {
       k_row += s.leftpad_k[batch];
       seqlen_k = max(0, seqlen_k - s.leftpad_k[batch]);

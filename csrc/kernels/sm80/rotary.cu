@@ -42,6 +42,7 @@ __device__ __forceinline__ float table_value(const flash_attn::RotaryParams& p, 
 // Grid: x over (batch, row, head, chunk of eight columns), kThreads a block; y over the tasks.
 extern "C" __global__ void __launch_bounds__(kThreads)
     flash_rotary(const __grid_constant__ flash_attn::RotaryParams p) {
+  ptx::launch_dependents();
   const flash_attn::RotaryTask& task = p.task[blockIdx.y];
   const int chunks = task.head_dim / 8;
   long long index = static_cast<long long>(blockIdx.x) * kThreads + threadIdx.x;

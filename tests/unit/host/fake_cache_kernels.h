@@ -40,6 +40,8 @@ class CacheRows {
     long long row = first_ + j, slab = batch_;
     require(row < p_.seqlen_k, "a row past the capacity");
     if (p_.pages.block_table != nullptr) {
+      const unsigned long long index = static_cast<unsigned long long>(row) * p_.pages.multiplier >> p_.pages.shift;
+      require(static_cast<long long>(index) == row / p_.pages.page_size, "the division by a multiplication");
       slab = p_.pages.block_table[batch_ * p_.pages.table_batch_stride + row / p_.pages.page_size];
       if (slab < 0 || slab >= p_.pages.page_count) return 0;
       row %= p_.pages.page_size;
@@ -59,19 +61,17 @@ class CacheRows {
   long long first_;
 };
 
-inline long long flat_row(const DecodeParams& p, int batch, int head, int token) {
-  return (static_cast<long long>(batch) * p.heads + head) * p.seqlen_q + token;
-}
-
-inline long long rows_of(const DecodeParams& p) { return static_cast<long long>(p.batch) * p.heads * p.seqlen_q; }
-
-inline void decode(const DecodeParams& p, Kind kind, Tile tile, int index) {
+inline void decode(const DecodeParams& p, Kind kind, Tile tile, int warps, int index) {
   const int split = index % p.splits, row_tile = index / p.splits % p.row_tiles;
   const int head_kv = index / p.splits / p.row_tiles % p.heads_kv, batch = index / p.splits / p.row_tiles / p.heads_kv;
-  require(batch < p.batch && p.row_tiles == (p.group * p.seqlen_q + tile.block_m - 1) / tile.block_m, "grid of decode");
-  require(p.splits == 1 || p.partial_lse == p.partial_out + p.splits * rows_of(p) * p.head_dim_v, "partial results");
-  const int first_row = row_tile * tile.block_m;
-  for (int r = first_row; r < std::min(p.group * p.seqlen_q, first_row + tile.block_m); ++r) {
+  const int block_rows = p.row_warps * tile.block_m;
+  require(batch < p.batch && p.row_tiles == (p.group * p.seqlen_q + block_rows - 1) / block_rows, "grid of decode");
+  require(p.row_warps >= 1 && warps % p.row_warps == 0 && (p.row_warps & (p.row_warps - 1)) == 0, "a team of warps");
+  require(p.splits == 1 || p.partial_lse == p.partial_out + p.splits * p.lse_count * p.head_dim_v, "partial results");
+  require(p.lse_count % (p.heads * p.lse_head_stride) == 0, "rows of lse");
+  const int first_row = row_tile * block_rows;
+  const int rows = p.group * Head<DecodeParams>(p, kind, batch, head_kv * p.group).seqlen_q;
+  for (int r = first_row; r < std::min(rows, first_row + block_rows); ++r) {
     const int token = r / p.group;
     const Head<DecodeParams> head(p, kind, batch, head_kv * p.group + r % p.group);
     const Rows q = head.queries(p.q, p.q_stride), out = head.queries(p.out, p.out_stride);
@@ -94,39 +94,40 @@ inline void decode(const DecodeParams& p, Kind kind, Tile tile, int index) {
     }
     for (float& x : row) x = sum > 0 ? x / sum : 0;
     const float lse = sum > 0 ? max + std::log(sum) : -kInfinity;
-    const long long flat = flat_row(p, batch, head.head, token);
+    const long long flat = head.lse_index(token);
     if (only) {
       for (int d = 0; d < p.head_dim_v; ++d) out.set(token, d, row[static_cast<size_t>(d)]);
       p.lse[flat] = lse;
     } else {
-      const long long at = split * rows_of(p) + flat;
+      const long long at = split * p.lse_count + flat;
       std::copy(row.begin(), row.end(), p.partial_out + at * p.head_dim_v);
       p.partial_lse[at] = lse * kLog2e;
     }
   }
 }
 
-// `warps` rows a block.
-inline void combine(const DecodeParams& p, Kind kind, int warps, int index) {
-  for (long long row = static_cast<long long>(index) * warps; row < std::min<long long>(rows_of(p), (index + 1) * warps); ++row) {
-    const int token = static_cast<int>(row % p.seqlen_q), head_index = static_cast<int>(row / p.seqlen_q);
-    const Head<DecodeParams> head(p, kind, head_index / p.heads, head_index % p.heads);
-    float max = head.sink() * kLog2e, sum = 0;
-    for (int split = 0; split < p.splits; ++split) max = std::max(max, p.partial_lse[split * rows_of(p) + row]);
-    const float base = max == -kInfinity ? 0 : max;
-    for (int split = 0; split < p.splits; ++split) sum += std::exp2(p.partial_lse[split * rows_of(p) + row] - base);
-    sum += std::exp2(head.sink() * kLog2e - base);
-    const Rows out = head.queries(p.out, p.out_stride);
-    for (int d = 0; d < p.head_dim_v; ++d) {
-      float value = 0;
-      for (int split = 0; split < p.splits; ++split) {
-        const long long at = split * rows_of(p) + row;
-        value += std::exp2(p.partial_lse[at] - base) * p.partial_out[at * p.head_dim_v + d];
-      }
-      out.set(token, d, sum > 0 ? value / sum : 0);
+// A row a block.
+inline void combine(const DecodeParams& p, Kind kind, long long row) {
+  require(row < p.lse_count, "grid of combine");
+  DecodeParams dense = p;  // packed queries are one batch of all tokens
+  dense.sequences.cu_seqlens_q = nullptr;
+  const int token = static_cast<int>(row % p.lse_head_stride), head_index = static_cast<int>(row / p.lse_head_stride);
+  const Head<DecodeParams> head(dense, kind, head_index / p.heads, head_index % p.heads);
+  float max = head.sink() * kLog2e, sum = 0;
+  for (int split = 0; split < p.splits; ++split) max = std::max(max, p.partial_lse[split * p.lse_count + row]);
+  const float base = max == -kInfinity ? 0 : max;
+  for (int split = 0; split < p.splits; ++split) sum += std::exp2(p.partial_lse[split * p.lse_count + row] - base);
+  sum += std::exp2(head.sink() * kLog2e - base);
+  const Rows out = head.queries(p.out, p.out_stride);
+  for (int d = 0; d < p.head_dim_v; ++d) {
+    float value = 0;
+    for (int split = 0; split < p.splits; ++split) {
+      const long long at = split * p.lse_count + row;
+      value += std::exp2(p.partial_lse[at] - base) * p.partial_out[at * p.head_dim_v + d];
     }
-    p.lse[row] = sum > 0 ? (max + std::log2(sum)) / kLog2e : -kInfinity;
+    out.set(token, d, sum > 0 ? value / sum : 0);
   }
+  p.lse[row] = sum > 0 ? (max + std::log2(sum)) / kLog2e : -kInfinity;
 }
 
 // ---- Rotary embedding and appending ----
@@ -221,8 +222,8 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
   } else if (entry == "flash_decode" || entry == "flash_combine") {
     const DecodeParams params = params_of<DecodeParams>(bytes);
     for (int index = 0; index < grid; ++index) {
-      if (entry == "flash_decode") decode(params, kind, tile, index);
-      if (entry == "flash_combine") combine(params, kind, static_cast<int>(launch.threads / 32), index);
+      if (entry == "flash_decode") decode(params, kind, tile, static_cast<int>(launch.threads / 32), index);
+      if (entry == "flash_combine") combine(params, kind, index);
     }
   } else {
     const BwdParams params = params_of<BwdParams>(bytes);

@@ -8,6 +8,7 @@
 //   FAKE_CUDA_CAPTURE  1: a stream is being captured, loading is refused in any but the relaxed mode
 //   FAKE_CUDA_THREADS, FAKE_CUDA_STATIC_SMEM  attributes of every function
 //   FAKE_CUDA_MULTIPROCESSORS  of every GPU; 132 if not set
+//   FAKE_CUDA_DRIVER_VERSION   12040 if not set
 //   FAKE_CUDA_COMPUTE  1: a launch computes
 //
 // An image is the text "fake <key> <arch> <block_m> <block_n> <split>". Real cubins and PTX are taken too: their key is
@@ -144,7 +145,7 @@ int cuGetExportTable(const void** table, const void*) {
 }
 
 int cuDriverGetVersion(int* version) {
-  *version = 12040;
+  *version = attribute("FAKE_CUDA_DRIVER_VERSION", 12040);
   return 0;
 }
 
@@ -324,15 +325,16 @@ int cuMemsetD32Async(unsigned long long address, unsigned value, size_t count, v
   return 0;
 }
 
-int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
+// What both kinds of launch do; `early`: it may begin while the launch before it ends.
+int launch_kernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                  unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra, bool early) {
   const Function& f = *static_cast<Function*>(function);
   void* context = nullptr;
   cuCtxGetCurrent(&context);
   if (f.entry == "flash_decode" || f.entry == "flash_combine" || f.entry == "flash_rotary" ||
       f.entry == "flash_transpose_v") {
-    log("launch key=%s arch=%s entry=%s grid=%u,%u block=%u smem=%u stream=%p device=%d", f.module->key.c_str(),
-        f.module->arch.c_str(), f.entry.c_str(), grid_x, grid_y, block_x, shared_bytes, stream, device_of(context));
+    log("launch key=%s arch=%s entry=%s grid=%u,%u block=%u smem=%u stream=%p device=%d early=%d", f.module->key.c_str(),
+        f.module->arch.c_str(), f.entry.c_str(), grid_x, grid_y, block_x, shared_bytes, stream, device_of(context), early);
   } else if (f.entry == "flash_fwd") {
     // Also of the family with tensor maps, whose parameters begin with these.
     FwdParams p;
@@ -359,7 +361,7 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
         static_cast<long long>(p.delta - p.dq_accum),
         static_cast<long long>(reinterpret_cast<float*>(p.dq_semaphore) - p.dq_accum));
   }
-  FAKE_FAILURE(cuLaunchKernel);
+  if (early && atoi(f.module->arch.c_str()) < 90) return kInvalidValue;
   if (context != f.module->context) return kInvalidContext;
   if (grid_x == 0 || (grid_y != 1 && f.entry != "flash_rotary")) return kInvalidValue;
   if (grid_z != 1 || block_y != 1 || block_z != 1 || extra != nullptr) return kInvalidValue;
@@ -368,6 +370,40 @@ int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gr
     fake::compute(f.module->key, f.entry, f.module->tile, {grid_x, grid_y, block_x}, parameters[0]);
   }
   return 0;
+}
+
+int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned shared_bytes, void* stream, void** parameters, void** extra) {
+  FAKE_FAILURE(cuLaunchKernel);
+  return launch_kernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes, stream, parameters, extra,
+                       false);
+}
+
+// As the driver declares them.
+struct LaunchAttribute {
+  int id;
+  char padding[4];
+  int value[16];
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+
+int cuLaunchKernelEx(const LaunchConfig* config, void* function, void** parameters, void** extra) {
+  FAKE_FAILURE(cuLaunchKernelEx);
+  bool early = false;
+  for (unsigned i = 0; i < config->attribute_count; ++i) {
+    const LaunchAttribute& attribute = config->attributes[i];
+    if (attribute.id != 6) return kInvalidValue;  // programmatic stream serialization
+    early = attribute.value[0] == 1;
+  }
+  const unsigned* const grid = config->grid;
+  const unsigned* const block = config->block;
+  return launch_kernel(function, grid[0], grid[1], grid[2], block[0], block[1], block[2], config->shared_bytes,
+                       config->stream, parameters, extra, early);
 }
 
 }  // extern "C"

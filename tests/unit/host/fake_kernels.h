@@ -116,7 +116,7 @@ struct Head {
       seqlen_k = s.cu_seqlens_k[b + 1] - s.cu_seqlens_k[b];
     }
     if (s.seqused_q != nullptr) seqlen_q = std::min(seqlen_q, s.seqused_q[b]);
-    if (s.seqused_k != nullptr) seqlen_k = std::min(seqlen_k, s.seqused_k[b]);
+    if (s.seqused_k != nullptr) seqlen_k = std::min(seqlen_k, s.seqused_k[b] + s.new_keys);
     if (s.leftpad_k != nullptr) {
       k_row += s.leftpad_k[b];
       seqlen_k = std::max(0, seqlen_k - s.leftpad_k[b]);

@@ -205,9 +205,11 @@ std::string answer(const std::string& line) {
       const fa::Kernel& kernel =
           fa::resolve({fa::Op::decode, shape.dtype, shape.mask, shape.head_dim, shape.device, true});
       fa::DecodeParams params = params_of<fa::DecodeParams>(shape);
+      params.lse_head_stride = shape.seqlen_q;
+      params.lse_count = int64_t{params.batch} * params.heads * shape.seqlen_q;
       params.splits = fa::decode_splits(kernel, params, shape.packed_q > 0 ? shape.packed_q : 0);
-      fa::launch_decode(kernel, params, kStream);
-      return "ok splits=" + std::to_string(params.splits);
+      fa::launch_decode(kernel, params, kStream, shape.packed_q > 0);
+      return "ok splits=" + std::to_string(params.splits) + " row_warps=" + std::to_string(params.row_warps);
     }
     if (command == "fwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::fwd, shape);
     if (command == "bwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::bwd, shape);

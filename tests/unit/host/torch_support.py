@@ -38,15 +38,22 @@ _LIB.define(
     f"{_SEQUENCES}, Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
     "int window_left, int window_right, int attention_chunk, float softcap) -> (Tensor, Tensor)"
 )
-_LIB.define(
-    "decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor? seqused_k, Tensor? leftpad_k, Tensor? cache_batch_idx, "
-    "Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, float softmax_scale, bool causal, int window_left, "
-    "int window_right, int attention_chunk, float softcap, int num_splits) -> (Tensor, Tensor)"
+_CACHE = (
+    "float softmax_scale, bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, "
+    "int num_splits=0, int window_left=-1, int window_right=-1, Tensor? leftpad_k=None, Tensor? cache_batch_idx=None, "
+    "Tensor? alibi_slopes=None, Tensor? sink=None, int attention_chunk=0, float softcap=0.0"
 )
 _LIB.define(
-    "append(Tensor? q, Tensor(a!)? q_out, Tensor k, Tensor v, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? cos, "
-    "Tensor? sin, Tensor? offsets, SymInt offset, Tensor? leftpad_k, Tensor? cache_batch_idx, Tensor? block_table, "
-    "bool interleaved, bool same_position) -> ()"
+    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, {_CACHE}, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0) "
+    "-> (Tensor, Tensor)"
+)
+_LIB.define(
+    "kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin, "
+    f"bool interleaved, {_CACHE}) -> (Tensor, Tensor)"
+)
+_LIB.define(
+    "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? offsets, SymInt offset, "
+    "Tensor? cache_batch_idx, Tensor? block_table) -> ()"
 )
 _LIB.define(
     "rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, SymInt offset, "
@@ -59,6 +66,7 @@ FWD_GENERAL = torch.ops.flash_attn.fwd_general.default
 BWD_GENERAL = torch.ops.flash_attn.bwd_general.default
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 DECODE = torch.ops.flash_attn.decode.default
+KVCACHE = torch.ops.flash_attn.kvcache.default
 APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default
 _COUNTER = ctypes.CDLL(None)
