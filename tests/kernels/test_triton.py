@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from memory import poison
-from triton_cases import draw_loss, draw_norm, run_loss, run_norm
+from triton_cases import draw_loss, draw_norm, draw_rounding, run_loss, run_norm, run_rounding
 
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
@@ -30,6 +30,14 @@ def test_norm(seed):
 def test_loss(seed):
     case = draw_loss(seed, columns=140000)
     wrong = run_loss(case, before=poison)
+    assert not wrong, "\n".join([str(case), *wrong])
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability() < (8, 9), reason="this GPU does not convert to FP8")
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES))
+def test_rounding(seed):
+    case = draw_rounding(seed)
+    wrong = run_rounding(case, before=poison)
     assert not wrong, "\n".join([str(case), *wrong])
 
 

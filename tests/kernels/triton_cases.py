@@ -1,4 +1,4 @@
-"""Random cases of the norms and of cross entropy, forward and backward, against float64.
+"""Random cases of the norms and of cross entropy, forward and backward, against float64, and of rounding to FP8.
 
 They run on a GPU, in Triton's interpreter and, where there are no kernels, on the CPU.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from flash_attn import fp8
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, layer_norm_ref, rms_norm_fn, rms_norm_ref
 
@@ -229,4 +230,81 @@ def run_loss(case, device="cuda", before=lambda: None):
     lines += off("dlogits", grad, exact_grad, alike_grad.to(case.dtype), case.dtype)
     if (losses.dtype, z_losses.dtype, grad.dtype) != (torch.float32, torch.float32, case.dtype):
         lines.append(f"dtypes are {losses.dtype}, {z_losses.dtype}, {grad.dtype}")
+    return lines
+
+
+@dataclass(frozen=True)
+class RoundingCase:
+    seed: int
+    batch: int
+    rows: int
+    heads: int
+    heads_kv: int
+    head_dim: int
+    dtype: torch.dtype
+    packed: bool
+    used: bool
+    mean: bool
+    rotated: bool
+    layout: str
+
+
+def draw_rounding(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16), rows=3000):
+    choose = random.Random(seed)
+    heads_kv, group = choose.randint(1, 3), choose.choice([1, 2, 4])
+    return RoundingCase(
+        seed=seed,
+        batch=choose.randint(1, 3),
+        rows=choose.choice([0, 1, 31, 64, choose.randint(1, rows)]),
+        heads=heads_kv * group,
+        heads_kv=heads_kv,
+        head_dim=choose.choice([8, 64, 80, 96, 128, 192, 256, choose.randint(1, 256)]),
+        dtype=choose.choice(dtypes),
+        packed=choose.random() < 0.4,
+        used=choose.random() < 0.3,
+        mean=choose.random() < 0.5,
+        rotated=choose.random() < 0.7,
+        layout=choose.choice(["contiguous", "contiguous", "heads_first", "wide", "columns"]),
+    )
+
+
+def run_rounding(case, before=lambda: None, device="cuda", may_differ=0.01):
+    """FP8 by the kernels against the same by torch: but for ties, the same numbers."""
+    generator = torch.Generator(device).manual_seed(case.seed)
+    sizes = [case.batch, case.rows, case.heads, case.head_dim]
+    if case.packed:
+        sizes = sizes[1:]
+    x = torch.randn(sizes, generator=generator, device=device)
+    x = torch.where(torch.rand(sizes, generator=generator, device=device) < 0.01, x * 20, x).to(case.dtype)
+    cu_seqlens = used = None
+    if case.packed:
+        bounds = sorted(random.Random(case.seed).randint(0, case.rows) for _ in range(case.batch))
+        cu_seqlens = torch.tensor([0, *bounds], dtype=torch.int32, device=device)
+    counted = torch.ones(sizes[:-2], dtype=torch.bool, device=device)
+    if case.used:
+        counted = used = torch.rand(sizes[:-2], generator=generator, device=device) < 0.8
+    if cu_seqlens is not None:
+        counted = counted & (torch.arange(case.rows, device=device) < cu_seqlens[-1])
+    x = torch.where(counted[..., None, None], x, float("nan"))
+    if case.layout == "heads_first":
+        x = x.transpose(-3, -2).contiguous().transpose(-3, -2)
+    elif case.layout == "wide":
+        x = torch.cat((x, x), dim=-1)[..., : case.head_dim]
+    elif case.layout == "columns":
+        x = torch.stack((x, x), dim=-1)[..., 0]
+
+    rows = fp8._Rows(x, cu_seqlens, used)
+    mean = rows.mean(x) if case.mean else None
+    signs = fp8._signs(case.head_dim, case.seed, x.device) if case.rotated else None
+    wanted, wanted_descale = fp8._rounded_in_torch(x, rows, case.heads_kv, mean, signs)
+    before()
+    found, descale = fp8._rounded(x, rows, case.heads_kv, mean, signs)
+    if found.shape != wanted.shape or not found.is_contiguous() or found.dtype != wanted.dtype:
+        return [f"x is {found.dtype} {tuple(found.shape)}, not {tuple(wanted.shape)}"]
+    lines = []
+    if descale.shape != wanted_descale.shape or not torch.allclose(descale, wanted_descale, rtol=1e-5, atol=0):
+        lines.append(f"descale is {descale}, not {wanted_descale}")
+    differ = (found.float() != wanted.float())[counted].float().mean().item() if counted.any() else 0.0
+    if differ > may_differ:
+        lines.append(f"{differ:.2%} of the numbers are other ones")
     return lines

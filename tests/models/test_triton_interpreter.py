@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from triton_cases import draw_loss, draw_norm, run_loss, run_norm
+from triton_cases import draw_loss, draw_norm, draw_rounding, run_loss, run_norm, run_rounding
 
 import flash_attn.ops.triton.cross_entropy as cross_entropy
 import flash_attn.ops.triton.layer_norm as layer_norm
+from flash_attn import fp8
 from flash_attn.ops.triton import _kernels
 
 
@@ -18,7 +19,8 @@ def interpreted(monkeypatch):
         launches.append(module)
         return _kernels.kernels_of(module)
 
-    for module in (cross_entropy, layer_norm):
+    monkeypatch.setattr(fp8, "_converts_to_fp8", lambda device: True)
+    for module in (cross_entropy, fp8, layer_norm):
         monkeypatch.setattr(module, "runs_kernel", lambda x: x.dtype != torch.float64)
         monkeypatch.setattr(module, "kernels_of", kernels_of)
     return launches
@@ -38,6 +40,14 @@ def test_loss(seed, interpreted):
     wrong = run_loss(case, device="cpu")
     assert not wrong, "\n".join([str(case), *wrong])
     assert interpreted == ["_cross_entropy_kernels"] * 2
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_rounding(seed, interpreted):
+    case = draw_rounding(seed, rows=100)
+    wrong = run_rounding(case, device="cpu")
+    assert not wrong, "\n".join([str(case), *wrong])
+    assert interpreted == ["_fp8_kernels"]
 
 
 def test_several_programs_of_the_backward(monkeypatch):

@@ -1,0 +1,158 @@
+"""Rotating and rounding to FP8, in one pass over memory each for the largest magnitudes and for the rounded numbers.
+
+A program works on BLOCK_M rows of one head, padded with zeros to OUT columns. The rotation is a sign for each column
+and a fast Walsh-Hadamard transform, in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["rounded"]
+
+_LARGEST = tl.constexpr(448.0)
+
+
+@triton.jit
+def _load_rows(
+    x_pointer, mean_pointer, rows, columns, head, row_count, column_count,
+    stride_row, stride_head, stride_column,
+):  # fmt: skip
+    """A tile in float32, less the mean of its head."""
+    mask = (rows < row_count)[:, None] & (columns < column_count)[None, :]
+    place = rows.to(tl.int64)[:, None] * stride_row + columns[None, :] * stride_column
+    x = tl.load(x_pointer + head.to(tl.int64) * stride_head + place, mask=mask, other=0.0).to(tl.float32)
+    if mean_pointer is not None:
+        mean = tl.load(mean_pointer + head * column_count + columns, mask=columns < column_count, other=0.0)
+        x = tl.where(mask, x - mean[None, :], 0.0)
+    return x
+
+
+@triton.jit
+def _hadamard(x, BLOCK_M: tl.constexpr, OUT: tl.constexpr):
+    """Each row times the Hadamard matrix. A step treats the lowest bit of the columns, which becomes the highest."""
+    steps: tl.constexpr = 6 + (OUT > 64) + (OUT > 128)
+    for _ in tl.static_range(steps):
+        even, odd = tl.split(tl.reshape(x, (BLOCK_M, OUT // 2, 2)))
+        x = tl.reshape(tl.permute(tl.join(even + odd, even - odd), (0, 2, 1)), (BLOCK_M, OUT))
+    return x
+
+
+@triton.jit
+def _load_signs(pointer, columns, column_count, OUT: tl.constexpr):
+    """The rotation's first column, which is all signs: Hadamard's is all ones."""
+    return tl.load(pointer + columns * OUT, mask=columns < column_count, other=0.0)[None, :]
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest number of e4m3, ties to even, in float32: three bits of mantissa, or a multiple of 2^-9."""
+    x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+
+
+@triton.jit
+def _largest_kernel(
+    x_pointer, mean_pointer, signs_pointer, used_pointer, sequence_pointer, largest_pointer,
+    stride_batch, stride_row, stride_head, stride_column,
+    tiles, row_count, column_count, heads_kv, group, scale,
+    BLOCK_M: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    batch, head = tl.program_id(0) // tiles, tl.program_id(1)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, OUT)
+    counted = rows < row_count
+    if used_pointer is not None:
+        used = tl.load(used_pointer + batch.to(tl.int64) * row_count + rows, mask=counted, other=0)
+        counted = counted & (used != 0)
+    x = _load_rows(
+        x_pointer + batch.to(tl.int64) * stride_batch, mean_pointer, rows, columns, head, row_count, column_count,
+        stride_row, stride_head, stride_column,
+    )  # fmt: skip
+    if signs_pointer is not None:
+        x = _hadamard(x * _load_signs(signs_pointer, columns, column_count, OUT), BLOCK_M, OUT) * scale
+    of_row = tl.where(counted, tl.max(tl.abs(x), 1), 0.0)
+    if sequence_pointer is not None:
+        sequence = tl.load(sequence_pointer + rows, mask=counted, other=0)
+        tl.atomic_max(largest_pointer + sequence * heads_kv + head // group, of_row, mask=counted)
+    else:
+        tl.atomic_max(largest_pointer + batch * heads_kv + head // group, tl.max(of_row, 0))
+
+
+@triton.jit
+def _round_kernel(
+    x_pointer, mean_pointer, signs_pointer, sequence_pointer, descale_pointer, out_pointer,
+    stride_batch, stride_row, stride_head, stride_column,
+    tiles, row_count, column_count, heads, heads_kv, group, sequences, scale, outlier,
+    BLOCK_M: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    batch, head = tl.program_id(0) // tiles, tl.program_id(1)
+    rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, OUT)
+    x = _load_rows(
+        x_pointer + batch.to(tl.int64) * stride_batch, mean_pointer, rows, columns, head, row_count, column_count,
+        stride_row, stride_head, stride_column,
+    )  # fmt: skip
+    if sequence_pointer is not None:
+        sequence = tl.minimum(tl.load(sequence_pointer + rows, mask=rows < row_count, other=0), sequences - 1)
+        descale = tl.load(descale_pointer + sequence * heads_kv + head // group)[:, None]
+    else:
+        descale = tl.load(descale_pointer + batch * heads_kv + head // group)
+    width = column_count
+    if signs_pointer is not None:
+        width = OUT
+        signs = _load_signs(signs_pointer, columns, column_count, OUT)
+        once = _nearest(_hadamard(x * signs, BLOCK_M, OUT) * scale / descale)
+        # Zero signs keep the error out of the columns of padding.
+        error = x - _hadamard(once, BLOCK_M, OUT) * signs * (descale * scale)
+        squares = x * x
+        mean_square = tl.sum(squares, 1) / column_count
+        x = tl.where(squares > outlier * mean_square[:, None], x + error, x)
+        x = _hadamard(x * signs, BLOCK_M, OUT) * scale
+    row = (batch.to(tl.int64) * row_count + rows.to(tl.int64)) * heads + head
+    mask = (rows < row_count)[:, None] & (columns < width)[None, :]
+    tl.store(out_pointer + row[:, None] * width + columns[None, :], _nearest(x / descale).to(tl.float8e4nv), mask=mask)
+
+
+def rounded(
+    x: Tensor,
+    mean: Tensor | None,
+    signs: Tensor | None,
+    used: Tensor | None,
+    sequence: Tensor | None,
+    sequences: int,
+    heads_kv: int,
+    outlier: float,
+) -> tuple[Tensor, Tensor]:
+    """(x in FP8, descale (B, Hk)) of ``x`` (B, S, H, D), or packed (1, T, H, D) with the ``sequence`` of each row.
+
+    ``mean`` (H, D) is taken off first, then ``signs`` (D, D') rotates; ``used``: bool (B, S), rows that count;
+    ``outlier``: the square of how many times the root mean square of its row an outlier has.
+    """
+    batch, rows, heads, head_dim = x.shape
+    out_dim = head_dim if signs is None else signs.shape[1]
+    out = torch.empty((batch, rows, heads, out_dim), dtype=torch.float8_e4m3fn, device=x.device)
+    largest = torch.zeros(sequences + 1, heads_kv, device=x.device)  # one more, for rows of no sequence
+    columns = triton.next_power_of_2(head_dim) if signs is None else out_dim
+    block_m = max(1, 8192 // columns)
+    tiles = triton.cdiv(rows, block_m)
+    constants = {"BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
+    scale = out_dim**-0.5
+    grid = (batch * tiles, heads)
+    if x.numel() > 0:
+        _largest_kernel[grid](
+            x, mean, signs, used, sequence, largest, *x.stride(), tiles, rows, head_dim, heads_kv, heads // heads_kv,
+            scale, **constants,
+        )  # fmt: skip
+    descale = torch.where(largest > 0.0, largest / 448.0, 1.0)[:sequences]
+    if x.numel() > 0 and sequences > 0:
+        _round_kernel[grid](
+            x, mean, signs, sequence, descale, out, *x.stride(), tiles, rows, head_dim, heads, heads_kv,
+            heads // heads_kv, sequences, scale, outlier, **constants,
+        )  # fmt: skip
+    return out, descale
