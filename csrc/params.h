@@ -119,7 +119,7 @@ struct BwdParams {
   // dq_accum and dq_semaphore.
   float* dq_accum;    // (tiles, block_m, FA_HEAD_DIM) in the register order of flash_bwd's dQ tiles
   float* lse_log2;    // (tiles, block_m), lse * log2(e); +inf where a row is padding or sees no key
-  float* delta;       // (tiles, block_m), rowsum(dO * O) - dlse
+  float* delta;       // (tiles, block_m), rowsum(dO * O) - dlse; rows of both in the order of flash_bwd's threads
   int* dq_semaphore;  // (tiles), the key block whose turn it is (deterministic only)
   Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
   long long lse_batch_stride;
@@ -140,6 +140,16 @@ struct BwdParams {
   int deterministic;  // 1: key blocks add to a dQ tile in ascending order
   float scale;
   float scale_log2;
+};
+
+// flash_bwd of the sm90 family; the other two entry points read `bwd` alone. Tensor maps as those of FwdTmaParams, q and
+// dout with boxes of block_m rows, k and v of block_n.
+struct BwdTmaParams {
+  BwdParams bwd;
+  alignas(64) unsigned char q_map[128];
+  alignas(64) unsigned char dout_map[128];
+  alignas(64) unsigned char k_map[128];
+  alignas(64) unsigned char v_map[128];
 };
 
 // Keys and values in pages of page_size rows; a null table: in slabs, one a sequence.

@@ -276,7 +276,7 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   kernel.dtype = query.dtype;
   kernel.context = device.primary;
   kernel.multiprocessors = gpu.multiprocessors;
-  kernel.tensor_maps = query.op == Op::fwd && strncmp(record->key, "fwd-sm90-", 9) == 0;
+  kernel.tensor_maps = (query.op == Op::fwd || query.op == Op::bwd) && strncmp(record->key + 3, "-sm90-", 6) == 0;
   // ptx::wait_on_dependencies is nothing in code for less than 9.0.
   kernel.waits = cuda.overlaps_launches && atoi(record->arch) >= 90;
   for (int i = 0; i < points.count; ++i) {
@@ -500,8 +500,8 @@ MapFormat map_format(const Kernel& kernel) {
   return {CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, 128, CU_TENSOR_MAP_SWIZZLE_128B};
 }
 
-// The tensor map of q, k or v: (D, S, H, B), or (D, T, H, 1) if packed, with boxes of `box_rows` rows. False where the
-// driver cannot describe the strides.
+// The tensor map of q, dout, k or v: (D, S, H, B), or (D, T, H, 1) if packed, with boxes of `box_rows` rows. False where
+// the driver cannot describe the strides.
 bool encode_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, const void* data, const Strides& stride,
                 int64_t head_dim, int64_t rows, int64_t heads, int64_t batch, unsigned box_rows) {
   const MapFormat format = map_format(kernel);
@@ -626,7 +626,30 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_
   return workspace;
 }
 
-void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, CUstream stream) {
+namespace {
+
+// False where the driver cannot describe one of the tensors.
+bool encode_maps(const Driver& cuda, const Kernel& kernel, BwdTmaParams& params, int64_t key_rows) {
+  const BwdParams& p = params.bwd;
+  const int64_t query_rows = p.lse_head_stride;
+  if (query_rows == 0 || key_rows == 0) return false;  // an empty tensor has no map
+  const int64_t batch_q = p.sequences.cu_seqlens_q != nullptr ? 1 : p.batch;
+  const int64_t batch_k = p.sequences.cu_seqlens_k != nullptr ? 1 : p.batch;
+  const auto query_map = [&](unsigned char* map, const void* data, const Strides& stride, int64_t head_dim) {
+    return encode_map(cuda, map, kernel, data, stride, head_dim, query_rows, p.heads, batch_q, kernel.record->block_m);
+  };
+  const auto key_map = [&](unsigned char* map, const void* data, const Strides& stride, int64_t head_dim) {
+    return encode_map(cuda, map, kernel, data, stride, head_dim, key_rows, p.heads_kv, batch_k, kernel.record->block_n);
+  };
+  return query_map(params.q_map, p.q, p.q_stride, p.head_dim) &&
+         query_map(params.dout_map, p.dout, p.dout_stride, p.head_dim_v) &&
+         key_map(params.k_map, p.k, p.k_stride, p.head_dim) && key_map(params.v_map, p.v, p.v_stride, p.head_dim_v);
+}
+
+}  // namespace
+
+bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, int64_t key_rows,
+                CUstream stream) {
   const Driver& cuda = driver();
   complete(kernel, params);
   params.blocks_n = static_cast<int>(blocks_of(params.seqlen_k, kernel.record->block_n));
@@ -639,9 +662,19 @@ void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
   const int64_t blocks_of_a_key_tile = kernel.record->split ? 2 : 1;
   const unsigned key_blocks = grid_of(kernel, blocks_of_a_key_tile * params.blocks_n, params.heads_kv, params.batch);
   const CurrentContext current(cuda, kernel.context);
+  BwdTmaParams with_maps;
+  if (kernel.tensor_maps) {
+    with_maps.bwd = params;
+    if (!encode_maps(cuda, kernel, with_maps, key_rows)) return false;
+  }
   launch(cuda, kernel, 0, query_tiles, 0, &params, stream);
-  launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &params, stream);
+  if (kernel.tensor_maps) {
+    launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &with_maps, stream);
+  } else {
+    launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &params, stream);
+  }
   launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
+  return true;
 }
 
 int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {

@@ -42,7 +42,7 @@ struct Kernel {
   CUcontext context;
   CUfunction entry[3];  // the op's entry points, in launch order
   int multiprocessors;
-  bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams
+  bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams or BwdTmaParams
   bool waits;        // its code waits for the launch before it where it has to, so that it may begin during that one
 };
 
@@ -95,8 +95,10 @@ struct BwdWorkspace {
 // `total_q`: rows of packed queries; of no account where params.sequences.cu_seqlens_q is null.
 BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_t total_q);
 
-// Launches the three kernels of the backward pass. As launch_fwd; `buffer` is what `workspace` asks for.
-void launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, CUstream stream);
+// Launches the three kernels of the backward pass. As launch_fwd, also in what it returns; `buffer` is what `workspace`
+// asks for.
+bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, int64_t key_rows,
+                CUstream stream);
 
 // Into how many parts each cache is cut: `asked`, or, where that is 0, the fewest that fill the GPU well. Sets
 // params.row_warps and params.row_tiles.

@@ -197,6 +197,14 @@ const Kernel& kernel_for(Op op, const Problem& p, bool every_feature) {
   return resolve(query);
 }
 
+// Whether the problem is for the family that lacks nothing.
+bool needs_every_feature(const Problem& p) {
+  // Tensor maps cost the host more than the faster kernel saves on so few scores.
+  constexpr int64_t kFewScores = int64_t{1} << 21;
+  return p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr ||
+         (p.batch * p.heads() * p.seqlen_q * p.seqlen_k < kFewScores && !family_is_forced());
+}
+
 template <typename Params>
 void set_problem(Params& params, const Problem& p) {
   params.batch = static_cast<int>(p.batch);
@@ -259,11 +267,7 @@ void set_inputs(FwdParams& params, const Input& q, const Input& k, const Input& 
 void forward(const Problem& p, StableIValue* stack) {
   Results results(p, p.dtype());
   if (results.lse_count > 0) {
-    // Tensor maps cost the host more than the faster kernel saves on so few scores.
-    constexpr int64_t kFewScores = int64_t{1} << 21;
-    const bool every_feature = p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr ||
-                               (p.batch * p.heads() * p.seqlen_q * p.seqlen_k < kFewScores && !family_is_forced());
-    const Kernel& kernel = kernel_for(Op::fwd, p, every_feature);
+    const Kernel& kernel = kernel_for(Op::fwd, p, needs_every_feature(p));
     const Input q(p.q), k(p.k), v(p.v);
     const CUstream stream = current_stream(p.device());
     FwdParams params;
@@ -344,7 +348,6 @@ void read_gradients(Gradients& g, const Problem& p, const Tensor& dout, const Te
 void backward(const Problem& p, const Gradients& g, Output& dq, Output& dk, Output& dv, bool deterministic) {
   // Without queries the keys' gradients are still to be cleared, and the other way round: the kernels do both.
   if (p.query_rows() * p.heads() + p.key_rows() * p.heads_kv() == 0) return;
-  const Kernel& kernel = kernel_for(Op::bwd, p, true);
   const Input dout(g.dout), q(p.q), k(p.k), v(p.v), out(g.out);
   BwdParams params;
   set_problem(params, p);
@@ -372,11 +375,15 @@ void backward(const Problem& p, const Gradients& g, Output& dq, Output& dk, Outp
     dk.zero();
     dv.zero();
   }
-  const BwdWorkspace workspace = bwd_workspace(kernel, params, p.q.sizes[1]);
-  // Freed right after the launch: the allocator hands memory on in stream order.
-  const int64_t buffer_size[1] = {workspace.total};
-  const Tensor buffer = empty(buffer_size, 1, constants().fp32, p.device());
-  launch_bwd(kernel, params, workspace, static_cast<float*>(data_of(buffer)), current_stream(p.device()));
+  const auto launch = [&](const Kernel& kernel) {
+    const BwdWorkspace workspace = bwd_workspace(kernel, params, p.q.sizes[1]);
+    // Freed right after the launch: the allocator hands memory on in stream order.
+    const int64_t buffer_size[1] = {workspace.total};
+    const Tensor buffer = empty(buffer_size, 1, constants().fp32, p.device());
+    return launch_bwd(kernel, params, workspace, static_cast<float*>(data_of(buffer)), p.k.sizes[1],
+                      current_stream(p.device()));
+  };
+  if (!launch(kernel_for(Op::bwd, p, needs_every_feature(p)))) launch(kernel_for(Op::bwd, p, true));
 }
 
 // ---- The operators. The stack's inputs are ours to free; torch reads the outputs from the same slots. ----

@@ -121,7 +121,7 @@ def kernel(key: str, arch: str, **changes: Any) -> tuple[archive.Record, bytes]:
         "threads": 128,
         "smem_bytes": 65536,
         "registers": 128,
-        "split": int(key.startswith("bwd-") and head_dim == 128),
+        "split": int(key.startswith("bwd-sm80") and head_dim == 128),
     }
     record = archive.Record(**{**fields, **changes})
     return record, image(record)
@@ -151,8 +151,8 @@ CACHE_KEYS = tuple(
 
 
 def fast_kernels() -> list[tuple[archive.Record, bytes]]:
-    """The forward of the family with tensor maps, for 9.0 alone."""
-    keys = [key.replace("sm80", "sm90") for key in ALL_KEYS if key.startswith("fwd-")]
+    """The family with tensor maps, for 9.0 alone: the forward, and the backward but for general masks."""
+    keys = [key.replace("sm80", "sm90") for key in ALL_KEYS if key.startswith("fwd-") or not key.endswith("-general")]
     return [kernel(key, "90a", threads=384, block_m=128) for key in keys]
 
 

@@ -48,13 +48,25 @@ __device__ __forceinline__ void load_box(unsigned dst, const void* tensor_map, u
       : "memory");
 }
 
-// 9.7.9.25.4.1 cp.async.bulk: `bytes` (a multiple of 16) consecutive bytes to shared memory.
+// 9.7.9.25.4.1 cp.async.bulk: consecutive bytes to shared memory; addresses and size are multiples of 16.
 __device__ __forceinline__ void load_bytes(unsigned dst, const void* src, int bytes, unsigned barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// 9.7.9.25.4.2 cp.reduce.async.bulk: adds consecutive floats of shared memory to device memory.
+__device__ __forceinline__ void add_floats(float* dst, unsigned src, int bytes) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(barrier)
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;\n"
+      "cp.async.bulk.commit_group;" ::"l"(dst),
+      "r"(src), "r"(bytes)
       : "memory");
 }
+
+// Waits until what this thread's add_floats read in shared memory may be overwritten; and until its sums are written.
+__device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_sums() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_map(const void* tensor_map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");
@@ -118,6 +130,13 @@ __device__ __forceinline__ unsigned long long descriptor_core_matrices(unsigned 
   return static_cast<unsigned long long>((address & 0x3ffff) >> 4) | 8ull << 16 | 16ull << 32;
 }
 
+// The descriptor of what lies `bytes` further. Addresses are below 2^18: nothing is carried out of their field, and one addition
+// to the low word will do.
+__device__ __forceinline__ unsigned long long descriptor_after(unsigned long long descriptor, unsigned bytes) {
+  const unsigned low = static_cast<unsigned>(descriptor) + (bytes >> 4);
+  return descriptor >> 32 << 32 | low;
+}
+
 // The operand lists of wgmma: the accumulator's registers in eights.
 #define FA_R0 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FA_R1 "%8, %9, %10, %11, %12, %13, %14, %15"
@@ -135,6 +154,7 @@ __device__ __forceinline__ unsigned long long descriptor_core_matrices(unsigned 
 #define FA_R13 "%104, %105, %106, %107, %108, %109, %110, %111"
 #define FA_R14 "%112, %113, %114, %115, %116, %117, %118, %119"
 #define FA_R15 "%120, %121, %122, %123, %124, %125, %126, %127"
+#define FA_L2 FA_R0 ", " FA_R1
 #define FA_L4 FA_R0 ", " FA_R1 ", " FA_R2 ", " FA_R3
 #define FA_L5 FA_L4 ", " FA_R4
 #define FA_L6 FA_L5 ", " FA_R5
@@ -149,6 +169,7 @@ __device__ __forceinline__ unsigned long long descriptor_core_matrices(unsigned 
 #define FA_F8(i)                                                                                                       \
   "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]),  \
       "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
+#define FA_D2 FA_F8(0), FA_F8(1)
 #define FA_D4 FA_F8(0), FA_F8(1), FA_F8(2), FA_F8(3)
 #define FA_D5 FA_D4, FA_F8(4)
 #define FA_D6 FA_D5, FA_F8(5)
@@ -161,34 +182,36 @@ __device__ __forceinline__ unsigned long long descriptor_core_matrices(unsigned 
 #define FA_D14 FA_D12, FA_F8(12), FA_F8(13)
 #define FA_D16 FA_D14, FA_F8(14), FA_F8(15)
 
-// Products of 64 x N x 16. `shared`: d = a b^T (+ d), both from K-major tiles. `registers`: d += a b, a as an mma.sync A
-// operand of each warp's 16 rows, b an MN-major tile.
+// Products of 64 x N x 16. `shared`: d = a b (+ d), both from tiles in shared memory, K-major unless said to be MN-major.
+// `registers`: d += a b, a as an mma.sync A operand of each warp's 16 rows, b an MN-major tile.
 template <bool kBf16, int kN>
 struct Wgmma;
 
-#define FA_WGMMA(TYPE, IS_BF16, N, EIGHTS, A, B, C, S, A1, A2, A3, RB)                                                \
+#define FA_WGMMA(TYPE, IS_BF16, N, EIGHTS, X0, X1, X2, X3, X4)                                                        \
   template <>                                                                                                          \
   struct Wgmma<IS_BF16, N> {                                                                                           \
+    template <int kMajorMA = 0, int kMajorNB = 0>                                                                      \
     static __device__ __forceinline__ void shared(float (&d)[N / 2], unsigned long long a, unsigned long long b,       \
                                                   int accumulate) {                                                    \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " C ", 0;\n"                                                     \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_L##EIGHTS "}, " A ", " B    \
-                   ", p, 1, 1, 0, 0;\n}"                                                                               \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " X2 ", 0;\n"                                                     \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_L##EIGHTS "}, " X0 ", " X1  \
+                   ", p, 1, 1, " X3 ", " X4 ";\n}"                                                                     \
                    : FA_D##EIGHTS                                                                                      \
-                   : "l"(a), "l"(b), "r"(accumulate));                                                                 \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(kMajorMA), "n"(kMajorNB));                                   \
     }                                                                                                                  \
     static __device__ __forceinline__ void registers(float (&d)[N / 2], const unsigned (&a)[4],                        \
                                                      unsigned long long b) {                                           \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_L##EIGHTS "}, {" A ", "    \
-                   A1 ", " A2 ", " A3 "}, " RB ", 1, 1, 1, 1;"                                                         \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FA_L##EIGHTS "}, {" X0 ", "   \
+                   X1 ", " X2 ", " X3 "}, " X4 ", 1, 1, 1, 1;"                                                         \
                    : FA_D##EIGHTS                                                                                      \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                              \
     }                                                                                                                  \
   };
-#define FA_WGMMA_BOTH(N, EIGHTS, A, B, C, A3, RB)                                                                     \
-  FA_WGMMA("bf16", true, N, EIGHTS, A, B, C, "", B, C, A3, RB)                                                        \
-  FA_WGMMA("f16", false, N, EIGHTS, A, B, C, "", B, C, A3, RB)
+#define FA_WGMMA_BOTH(N, EIGHTS, X0, X1, X2, X3, X4)                                                                  \
+  FA_WGMMA("bf16", true, N, EIGHTS, X0, X1, X2, X3, X4)                                                               \
+  FA_WGMMA("f16", false, N, EIGHTS, X0, X1, X2, X3, X4)
 
+FA_WGMMA_BOTH(32, 2, "%16", "%17", "%18", "%19", "%20")
 FA_WGMMA_BOTH(64, 4, "%32", "%33", "%34", "%35", "%36")
 FA_WGMMA_BOTH(80, 5, "%40", "%41", "%42", "%43", "%44")
 FA_WGMMA_BOTH(96, 6, "%48", "%49", "%50", "%51", "%52")

@@ -55,6 +55,13 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], unsigned add
                : "memory");
 }
 
+// 9.7.14.5.16 stmatrix: the way back, each matrix transposed. sm_90 and up.
+__device__ __forceinline__ void stmatrix_x4_trans(unsigned address, const unsigned (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // 9.7.14.5.8 mma.m16n8k16, fp32 accumulators: d += a b. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l % 4) + {0, 1}.
 template <bool kBf16>
 __device__ __forceinline__ void mma_16816(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
@@ -152,6 +159,11 @@ __device__ __forceinline__ float2 load_shared_float2(unsigned address) {
   return v;
 }
 
+__device__ __forceinline__ float4 load_shared_float4(unsigned address) {
+  const uint4 v = load_shared_16(address);
+  return make_float4(__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w));
+}
+
 // 9.7.13.6 red: adds four consecutive floats in device memory, relaxed, no result. Vector form from sm_90 on.
 __device__ __forceinline__ void red_add_4(float* address, const float (&v)[4]) {
 #if __CUDA_ARCH__ >= 900
@@ -185,6 +197,10 @@ __device__ __forceinline__ int load_acquire(const int* address) {
   int v;
   asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
   return v;
+}
+
+__device__ __forceinline__ void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ void store_release(int* address, int value) {

@@ -5,27 +5,49 @@
 
 namespace fake {
 
+using flash_attn::BwdTmaParams;
 using flash_attn::DecodeParams;
 using flash_attn::RotaryParams;
 using flash_attn::RotaryTask;
 
-// ---- The forward with tensor maps ----
+// ---- The kernels with tensor maps ----
+
+// Of a tensor with the rows of queries or of keys, which are packed where `starts` is given.
+template <typename Params>
+void check_query_map(const unsigned char* bytes, const Params& p, const void* data, const Strides& stride, int columns,
+                     Tile tile, Kind kind) {
+  const int* const starts = p.sequences.cu_seqlens_q;
+  check_map(bytes, data, stride, columns, p.heads, starts != nullptr ? 1 : p.batch,
+            starts != nullptr ? starts[p.batch] : p.seqlen_q, tile.block_m, {kind.bf16 ? 9 : 6, 2, 64});
+}
+
+template <typename Params>
+void check_key_map(const unsigned char* bytes, const Params& p, const void* data, const Strides& stride, int columns,
+                   Tile tile, Kind kind) {
+  const int* const starts = p.sequences.cu_seqlens_k;
+  check_map(bytes, data, stride, columns, p.heads_kv, starts != nullptr ? 1 : p.batch,
+            starts != nullptr ? starts[p.batch] : p.seqlen_k, tile.block_n, {kind.bf16 ? 9 : 6, 2, 64});
+}
 
 // All tiles at once: a block takes several of them.
 inline void fwd_tma(const FwdTmaParams& p, Kind kind, Tile tile, unsigned grid) {
   const FwdParams& f = p.fwd;
-  const flash_attn::Sequences& s = f.sequences;
   const int tiles = f.batch * f.heads * f.blocks_m;
   require(static_cast<int>(grid) <= tiles && p.heads_per_group >= 1, "more blocks than tiles");
-  const long long q_rows = s.cu_seqlens_q != nullptr ? s.cu_seqlens_q[f.batch] : f.seqlen_q;
-  const long long k_rows = s.cu_seqlens_k != nullptr ? s.cu_seqlens_k[f.batch] : f.seqlen_k;
-  const int q_batch = s.cu_seqlens_q != nullptr ? 1 : f.batch, k_batch = s.cu_seqlens_k != nullptr ? 1 : f.batch;
-  const MapFormat format{kind.bf16 ? 9 : 6, 2, 64};
-  check_map(p.q_map, f.q, f.q_stride, f.head_dim, f.heads, q_batch, q_rows, tile.block_m, format);
-  check_map(p.k_map, f.k, f.k_stride, f.head_dim, f.heads_kv, k_batch, k_rows, tile.block_n, format);
-  check_map(p.v_map, f.v, f.v_stride, f.head_dim_v, f.heads_kv, k_batch, k_rows, tile.block_n, format);
+  check_query_map(p.q_map, f, f.q, f.q_stride, f.head_dim, tile, kind);
+  check_key_map(p.k_map, f, f.k, f.k_stride, f.head_dim, tile, kind);
+  check_key_map(p.v_map, f, f.v, f.v_stride, f.head_dim_v, tile, kind);
   require(f.modifiers.alibi_slopes == nullptr && f.modifiers.rng_state == nullptr, "sm90 has no ALiBi and no dropout");
   for (int index = 0; index < tiles; ++index) fwd(f, kind, tile, index);
+}
+
+inline void check_maps(const BwdTmaParams& p, Kind kind, Tile tile) {
+  const BwdParams& b = p.bwd;
+  check_query_map(p.q_map, b, b.q, b.q_stride, b.head_dim, tile, kind);
+  check_query_map(p.dout_map, b, b.dout, b.dout_stride, b.head_dim_v, tile, kind);
+  check_key_map(p.k_map, b, b.k, b.k_stride, b.head_dim, tile, kind);
+  check_key_map(p.v_map, b, b.v, b.v_stride, b.head_dim_v, tile, kind);
+  require(!kind.general, "the sm90 backward has full and causal masks alone");
 }
 
 // ---- Decoding ----
@@ -226,7 +248,8 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
       if (entry == "flash_combine") combine(params, kind, index);
     }
   } else {
-    const BwdParams params = params_of<BwdParams>(bytes);
+    const BwdParams params = params_of<BwdParams>(bytes);  // with maps too, these come first
+    if (has("bwd-sm90") && entry == "flash_bwd") check_maps(params_of<BwdTmaParams>(bytes), kind, tile);
     for (int index = 0; index < grid; ++index) {
       if (entry == "flash_bwd_preprocess") bwd_preprocess(params, kind, tile, index);
       if (entry == "flash_bwd") bwd(params, kind, tile, index);

@@ -91,21 +91,26 @@ std::string run_kernel(fa::Op op, const Shape& shape) {
   try {
     const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device, false});
     if (op == fa::Op::fwd && shape.dtype == fa::Dtype::e4m3) return run_fp8(kernel, shape);
+    const fa::Strides query_stride = contiguous(shape.seqlen_q, shape.heads, shape.head_dim);
+    const fa::Strides key_stride = contiguous(shape.seqlen_k, shape.heads_kv, shape.head_dim);
     if (op == fa::Op::fwd) {
       fa::FwdParams params = params_of<fa::FwdParams>(shape);
-      params.q_stride = contiguous(shape.seqlen_q, shape.heads, shape.head_dim);
-      params.k_stride = params.v_stride = contiguous(shape.seqlen_k, shape.heads_kv, shape.head_dim);
+      params.q_stride = query_stride;
+      params.k_stride = params.v_stride = key_stride;
       params.lse_head_stride = shape.seqlen_q;
       if (fa::launch_fwd(kernel, params, shape.seqlen_k, kStream)) return "ok";
       return "ok without a map";
     }
     fa::BwdParams params = params_of<fa::BwdParams>(shape);
+    params.q_stride = params.dout_stride = query_stride;
+    params.k_stride = params.v_stride = key_stride;
+    params.lse_head_stride = shape.seqlen_q;
     params.deterministic = 1;
     const fa::BwdWorkspace workspace = fa::bwd_workspace(kernel, params, shape.packed_q);
     // Only the addresses matter here: nothing is computed.
     alignas(64) static float origin[1];
-    fa::launch_bwd(kernel, params, workspace, origin, kStream);
-    return "ok workspace=" + std::to_string(workspace.total);
+    const bool launched = fa::launch_bwd(kernel, params, workspace, origin, shape.seqlen_k, kStream);
+    return "ok workspace=" + std::to_string(workspace.total) + (launched ? "" : " without a map");
   } catch (const std::exception& error) {
     return std::string("error ") + error.what();
   }

@@ -1,4 +1,4 @@
-"""Cases of the choice between the kernel families of the forward."""
+"""Cases of the choice between the kernel families."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch_cache_cases import launches
 from torch_general_cases import Case, batched, halves, ints, packed, reference
+from torch_general_cases import check as check_gradients
 from torch_support import close
 
 # 2^21 scores: from here on a faster family is worth its tensor maps.
@@ -25,6 +26,13 @@ def check(case: Case, family: str) -> tuple[Tensor, Tensor]:
     close(out, wanted_out, "out")
     close(lse, wanted_lse, "lse", 2e-3)
     return out, lse
+
+
+def check_backward(case: Case, family: str) -> None:
+    """The backward, served by ``family``, against float64; the forward too."""
+    with launches() as found:
+        check_gradients(case)
+    assert {x["key"].split("-")[1] for x in found if x["key"].startswith("bwd")} == {family}, found
 
 
 def case_many_scores() -> None:
@@ -47,10 +55,26 @@ def case_many_scores_of_packed_sequences() -> None:
     check(replace(case, options=replace(case.options, seqused_k=ints(900, 5, 0), leftpad_k=ints(3, 0, 0))), "sm90")
 
 
+def case_many_scores_backward() -> None:
+    check_backward(batched(**MANY), "sm90")
+    check_backward(batched(**{**MANY, "sk": 1023}, causal=True), "sm80")
+    check_backward(batched(**MANY, window_left=100), "sm80")
+    check_backward(batched(**MANY, alibi_slopes=torch.rand(2)), "sm80")
+
+
+def case_many_scores_of_packed_sequences_backward() -> None:
+    case = packed([1024, 0, 70], [1024, 5, 1], h=2, hk=1, d=8, dv=8, causal=True)
+    check_backward(case, "sm90")
+    check_backward(
+        replace(case, options=replace(case.options, seqused_k=ints(900, 5, 0), leftpad_k=ints(3, 0, 0))), "sm90"
+    )
+
+
 def case_no_map() -> None:
     """What cannot be put into a tensor map goes to the family that needs none, and comes out the same."""
     os.environ["FAKE_CUDA_FAIL"] = "cuTensorMapEncodeTiled=1"
     try:
+        check_backward(batched(**MANY, causal=True), "sm80")
         check(batched(**MANY, causal=True), "sm80")
         check(packed([1024], [1024], h=2, hk=1, d=8, dv=8), "sm80")
     finally:
@@ -69,3 +93,6 @@ def check_family() -> None:
     check(batched(**MANY), family)
     check(batched(sk=0), "sm80")
     check(batched(alibi_slopes=torch.ones(4)), "sm80")
+    check_backward(batched(causal=True), family)
+    check_backward(batched(sk=0), "sm80")
+    check_backward(batched(window_left=3), "sm80")

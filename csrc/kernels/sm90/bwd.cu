@@ -1,0 +1,754 @@
+// Attention backward for Hopper (sm_90a): dQ, dK and dV of O = softmax(scale Q K^T) V.
+//
+// Three kernels of one module, launched in order, as in the sm80 family:
+//   flash_bwd_preprocess   delta = rowsum(dO * O), the log-sum-exp in base 2, and zeroed accumulators
+//   flash_bwd              a thread block owns FA_BLOCK_N keys of one KV head and walks the queries of its group
+//   flash_bwd_postprocess  the fp32 dQ, scaled and rounded to 16 bit
+//
+// flash_bwd is warp specialised (FlashAttention-3, Shah et al. 2024): one warp of a producer warpgroup fetches K and V
+// once, then Q and dO with their row statistics; each consumer warpgroup owns 64 keys. S and dP are computed
+// transposed, keys by queries: their accumulators are, as they stand, the A operands of dV += P^T dO and dK += dS^T Q,
+// which stay in registers over the whole walk. dS alone goes through shared memory, for dQ = dS K, whose sum over the
+// keys crosses thread blocks: it is added to dq_accum in device memory, in the order of the registers, by the copy
+// engine. dQ is a step behind, so that consumers do not wait for each other's dS, and leaves while the next step's
+// scores are under way.
+//
+// Full and causal masks: windows, chunks, softcap, sinks, ALiBi and dropout are the sm80 family's.
+#include "common/hopper.cuh"
+#include "common/problem.cuh"
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "params.h"
+
+namespace {
+
+using problem::kCausal;
+
+constexpr int kHeadDim = FA_HEAD_DIM;
+constexpr int kBlockM = FA_BLOCK_M;  // queries of a step
+constexpr int kBlockN = FA_BLOCK_N;  // keys of a thread block
+constexpr int kStages = FA_STAGES;   // of Q, dO and dS
+constexpr bool kBf16 = FA_BF16;
+
+// Wide: dK and dV of 64 keys do not fit into a warpgroup's registers. The consumers share 64 keys: each computes the
+// scores of some of a step's queries, and some columns of dK, dV and dQ; P, too, goes through shared memory, in whose
+// stead dQ is added straight from the registers.
+constexpr bool kWide = FA_WIDE;
+
+constexpr int kConsumers = FA_WARPS / 4 - 1;  // warpgroups
+constexpr int kThreads = 128 * (kConsumers + 1);
+static_assert(!problem::kGeneral, "the sm80 family's");
+static_assert(kBlockN == (kWide ? 64 : 64 * kConsumers) && kThreads == FA_WARPS * 32);
+static_assert(kBlockM % 16 == 0 && kHeadDim % 64 == 0 && kStages == 2);
+static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
+
+// What a consumer computes: scores of so many queries, so many columns of dK and dV.
+constexpr int kScoreQueries = kWide ? kBlockM / kConsumers : kBlockM;
+constexpr int kGradientColumns = kWide ? kHeadDim / kConsumers : kHeadDim;
+constexpr int kGradientPanels = kGradientColumns / 64;
+static_assert(kScoreQueries % 16 == 0 && kGradientColumns % 64 == 0);
+
+// And of a step's dQ: 64 of its queries or, transposed, 64 of its columns; wide, the columns that it has of dK.
+constexpr bool kDqTransposed = !kWide && kBlockM != 64 * kConsumers;
+static_assert(!kDqTransposed || kHeadDim == 64 * kConsumers);
+static_assert(!kWide || kBlockM == 64);
+constexpr int kDqWidth = kDqTransposed ? kBlockM : kGradientColumns;
+constexpr int kDqBytes = 64 * kDqWidth * 4;
+
+// As far as registers allow: dV is begun before dS is computed; lse is read before S is begun; delta of so many times 16
+// queries is read before dP is there.
+constexpr bool kEarlyValues = FA_EARLY_VALUES;
+constexpr bool kEarlyLse = FA_EARLY_LSE;
+constexpr int kEarlyDelta = FA_EARLY_DELTA;
+
+constexpr int kScores = kScoreQueries / 2;  // of a thread: 2 keys, kScoreQueries / 4 queries
+constexpr int kGradients = kGradientColumns / 2;
+constexpr float kLog2e = 1.4426950408889634074f;
+
+constexpr int kPanels = kHeadDim / 64;
+constexpr int kKeyPanel = kBlockN * tile::kRowBytes;
+constexpr int kQueryPanel = kBlockM * tile::kRowBytes;  // also of dS: queries by 64 keys
+constexpr int kKeyBytes = kPanels * kKeyPanel;
+constexpr int kQueryBytes = kPanels * kQueryPanel;
+constexpr int kScoreBytes = kBlockN / 64 * kQueryPanel;
+constexpr int kStagedBytes = kWide ? kStages * kScoreBytes : kConsumers * kDqBytes;  // P, or dQ on its way
+constexpr int kRowStatBytes = kBlockM * 4;
+constexpr int kBarrierBytes = 128;
+static_assert(2 * kKeyBytes + kStages * (2 * kQueryBytes + 2 * kRowStatBytes + kScoreBytes) + kStagedBytes +
+                      kBarrierBytes ==
+                  FA_SMEM_BYTES,
+              "kernels.toml: smem of bwd");
+
+using ScoreProduct = hopper::Wgmma<kBf16, kScoreQueries>;
+using GradientProduct = hopper::Wgmma<kBf16, kGradientColumns>;
+using DqProduct = hopper::Wgmma<kBf16, kDqWidth>;
+
+extern __shared__ __align__(1024) char shared_memory[];
+
+struct Shared {
+  unsigned k, v, q, dout, ds, staged, lse, delta, barriers;
+
+  __device__ __forceinline__ explicit Shared(unsigned base) {
+    k = base;
+    v = k + kKeyBytes;
+    q = v + kKeyBytes;
+    dout = q + kStages * kQueryBytes;
+    ds = dout + kStages * kQueryBytes;
+    staged = ds + kStages * kScoreBytes;
+    lse = staged + kStagedBytes;
+    delta = lse + kStages * kRowStatBytes;
+    barriers = delta + kStages * kRowStatBytes;
+  }
+
+  // Barriers: K and V have arrived; a step's Q, dO and row statistics have; they may be overwritten; all consumers have
+  // stored its dS, and have finished with that of the step before.
+  __device__ __forceinline__ unsigned keys_full() const { return barriers; }
+  __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 + 8 * stage; }
+  __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 24 + 8 * stage; }
+  __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + 40 + 8 * stage; }
+};
+
+constexpr int kConsumersBarrier = 1;  // a named one; 0 is __syncthreads
+
+// The first of sequence `batch`'s tiles of kBlockM rows, in the workspaces, among those of a head.
+__device__ __forceinline__ int first_tile(const flash_attn::BwdParams& p, int batch) {
+  const int* const cu_seqlens = p.sequences.cu_seqlens_q;
+  return cu_seqlens != nullptr ? cu_seqlens[batch] / kBlockM + batch : batch * p.blocks_m;
+}
+
+// Where the row statistics of a tile's query are: those that one thread needs of 16 queries lie together.
+__device__ __forceinline__ int statistics_place(int query) {
+  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
+}
+
+// Of the barriers in a step's stage: how often it has been filled before, modulo 2.
+__device__ __forceinline__ int parity(int step) { return step / kStages & 1; }
+
+// The thread block's work: its keys, and the walk over the queries of every head of the group.
+struct Work {
+  int block_n, batch, head_kv, first_key;
+  problem::Sequence sequence;
+  problem::Mask mask;
+  int keys;             // of this block that exist, if fewer than kBlockN
+  int first_m, last_m;  // query blocks [first_m, last_m) see a key of this block
+  int steps;
+
+  __device__ __forceinline__ Work(const flash_attn::BwdParams& p, int head_index, int block)
+      : block_n(block),
+        batch(head_index / p.heads_kv),
+        head_kv(head_index - batch * p.heads_kv),
+        first_key(block_n * kBlockN),
+        sequence(p, batch),
+        mask(sequence, p.modifiers) {
+    keys = sequence.seqlen_k - first_key;
+    // Not past the tiles that the host has made room for, should max_seqlen_q be too small.
+    last_m = min(p.blocks_m, (sequence.seqlen_q + kBlockM - 1) / kBlockM);
+    first_m = max(0, mask.first_query(first_key)) / kBlockM;
+    steps = max(0, last_m - first_m) * p.group;
+  }
+
+  // Key blocks of a head are neighbours, so that its Q and dO stay in L2; under a causal mask the first are the
+  // longest.
+  static __device__ __forceinline__ Work of(const flash_attn::BwdParams& p, int block) {
+    const int head_index = block / p.blocks_n;
+    return Work(p, head_index, block - head_index * p.blocks_n);
+  }
+};
+
+// A step of the walk: the query block, its head, and its tile of the workspaces.
+struct Position {
+  int head, m, tile;
+
+  __device__ __forceinline__ Position(const flash_attn::BwdParams& p, const Work& work)
+      : head(work.head_kv * p.group), m(work.first_m), tile(head * p.total_tiles + first_tile(p, work.batch) + m) {}
+
+  __device__ __forceinline__ void advance(const flash_attn::BwdParams& p, const Work& work) {
+    ++tile;
+    if (++m == work.last_m) {
+      m = work.first_m;
+      ++head;
+      tile += p.total_tiles - (work.last_m - work.first_m);
+    }
+  }
+};
+
+__device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, const Shared& shared,
+                                        const Work& work) {
+  const flash_attn::BwdParams& p = params.bwd;
+  const int batch_q = p.sequences.cu_seqlens_q != nullptr ? 0 : work.batch;
+  const int batch_k = p.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
+  const int key_row = static_cast<int>(work.sequence.k_row) + work.first_key;
+  Position at(p, work);
+  hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    hopper::load_box(shared.k + panel * kKeyPanel, params.k_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
+                     batch_k);
+    hopper::load_box(shared.v + panel * kKeyPanel, params.v_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
+                     batch_k);
+  }
+  for (int step = 0; step < work.steps; ++step) {
+    const int stage = step % kStages;
+    const unsigned full = shared.full(stage);
+    const int row = static_cast<int>(work.sequence.q_row) + at.m * kBlockM;
+    // Row statistics are padded to whole blocks.
+    const long long statistics = static_cast<long long>(at.tile) * kBlockM;
+    hopper::barrier_wait(shared.empty(stage), parity(step) ^ 1);
+    hopper::barrier_expect_bytes(full, 2 * (kQueryBytes + kRowStatBytes));
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const unsigned place = stage * kQueryBytes + panel * kQueryPanel;
+      hopper::load_box(shared.q + place, params.q_map, full, panel * 64, row, at.head, batch_q);
+      hopper::load_box(shared.dout + place, params.dout_map, full, panel * 64, row, at.head, batch_q);
+    }
+    hopper::load_bytes(shared.lse + stage * kRowStatBytes, p.lse_log2 + statistics, kRowStatBytes, full);
+    hopper::load_bytes(shared.delta + stage * kRowStatBytes, p.delta + statistics, kRowStatBytes, full);
+    at.advance(p, work);
+  }
+}
+
+// The same value, from here on: what is computed of it, descriptors of the walk's products, is not kept in registers.
+__device__ __forceinline__ unsigned here(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// d = A B^T over kHeadDim columns: A is 64 rows of a key tile, B a query tile. Not waited for.
+__device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigned key_tile, unsigned query_tile) {
+  const unsigned long long keys = hopper::descriptor_k_major(here(key_tile));
+  const unsigned long long queries = hopper::descriptor_k_major(query_tile);
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    ScoreProduct::shared(d, hopper::descriptor_after(keys, step / 4 * kKeyPanel + step % 4 * 32),
+                         hopper::descriptor_after(queries, step / 4 * kQueryPanel + step % 4 * 32), step > 0);
+  }
+  hopper::wgmma_commit();
+}
+
+// d += A B over kBlockM queries: A is keys by queries, in registers, B a query tile. Not waited for.
+__device__ __forceinline__ void multiply_registers(float (&d)[kGradients], const unsigned (&a)[kScoreQueries / 16][4],
+                                                   unsigned query_tile) {
+  const unsigned long long b = hopper::descriptor_mn_major(query_tile, kQueryPanel);
+#pragma unroll
+  for (int step = 0; step < kBlockM / 16; ++step) {
+    GradientProduct::registers(d, a[step], hopper::descriptor_after(b, step * 16 * tile::kRowBytes));
+  }
+  hopper::wgmma_commit();
+}
+
+// d += A^T B over kBlockM queries: A is a tile of P or dS, queries by keys, B columns of a query tile. Not waited for.
+__device__ __forceinline__ void multiply_shared(float (&d)[kGradients], unsigned score_tile, unsigned query_columns) {
+  const unsigned long long a = hopper::descriptor_mn_major(score_tile, kQueryPanel);
+  const unsigned long long b = hopper::descriptor_mn_major(query_columns, kQueryPanel);
+#pragma unroll
+  for (int step = 0; step < kBlockM / 16; ++step) {
+    GradientProduct::template shared<1, 1>(d, hopper::descriptor_after(a, step * 16 * tile::kRowBytes),
+                                           hopper::descriptor_after(b, step * 16 * tile::kRowBytes), 1);
+  }
+  hopper::wgmma_commit();
+}
+
+// This consumer's part of dQ = dS K, or its transpose. Not waited for.
+__device__ __forceinline__ void multiply_dq(float (&dq)[kDqWidth / 2], unsigned ds_tile, unsigned k_tile, int group) {
+  constexpr int kRows = kWide || kDqTransposed ? 0 : 64;  // and columns of each consumer
+  constexpr int kColumnPanels = kWide ? kGradientPanels : kDqTransposed ? 1 : 0;
+  const unsigned long long ds = hopper::descriptor_k_major(ds_tile + group * kRows * tile::kRowBytes);
+  const unsigned long long k = hopper::descriptor_mn_major(here(k_tile + group * kColumnPanels * kKeyPanel), kKeyPanel);
+#pragma unroll
+  for (int step = 0; step < kBlockN / 16; ++step) {
+    const unsigned long long ds_step = hopper::descriptor_after(ds, step / 4 * kQueryPanel + step % 4 * 32);
+    const unsigned long long k_step = hopper::descriptor_after(k, step * 16 * tile::kRowBytes);
+    if constexpr (kDqTransposed) {
+      DqProduct::template shared<1, 0>(dq, k_step, ds_step, step > 0);
+    } else {
+      DqProduct::template shared<0, 1>(dq, ds_step, k_step, step > 0);
+    }
+  }
+  hopper::wgmma_commit();
+}
+
+__device__ __forceinline__ void as_operand(unsigned (&a)[kScoreQueries / 16][4], const float (&s)[kScores]) {
+#pragma unroll
+  for (int step = 0; step < kScoreQueries / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[step][i] = ptx::pack<kBf16>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
+  }
+}
+
+// Zeroes rows [valid, kRows) of a tile, all consumers together. The copy engine zeroes only what is outside of the
+// tensor; what else is there, perhaps NaN, would survive a probability of 0.
+template <int kRows>
+__device__ __forceinline__ void clear_tail(unsigned tile, int valid) {
+  const int chunks = (kRows - valid) * 8;
+#pragma unroll 1
+  for (int i = threadIdx.x - 128; i < chunks * kPanels; i += 128 * kConsumers) {
+    const int panel = i / chunks;
+    ptx::store_shared_16(tile + panel * kRows * tile::kRowBytes + valid * tile::kRowBytes + (i - panel * chunks) * 16,
+                         make_uint4(0, 0, 0, 0));
+  }
+}
+
+// Rounds this warp's 16 keys of dK or dV to 16 bit and writes them out through its rows of a key tile.
+__device__ __forceinline__ void store_keys(const float (&d)[kGradients], float factor, unsigned key_tile, void* tensor,
+                                           const flash_attn::Strides& stride, const Work& work, int columns,
+                                           int first_row, int first_panel) {
+  const int lane = threadIdx.x % 32;
+  key_tile += first_panel * kKeyPanel;
+#pragma unroll
+  for (int j = 0; j < kGradientColumns / 8; ++j) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      ptx::store_shared(
+          key_tile + j / 8 * kKeyPanel + tile::swizzled(first_row + lane / 4 + 8 * half, j % 8) + lane % 4 * 4,
+          ptx::pack<kBf16>(d[4 * j + 2 * half] * factor, d[4 * j + 2 * half + 1] * factor));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int pass = 0; pass < 4; ++pass) {
+    const int row = first_row + pass * 4 + lane / 8;
+#pragma unroll
+    for (int panel = 0; panel < kGradientPanels; ++panel) {
+      if (row < work.keys && (first_panel + panel) * 64 + lane % 8 * 8 < columns) {
+        char* const destination = tile::destination(tensor, stride, work.batch, work.head_kv,
+                                                    work.sequence.k_row + work.first_key + row, lane);
+        *reinterpret_cast<uint4*>(destination + (first_panel + panel) * tile::kRowBytes) =
+            ptx::load_shared_16(key_tile + panel * kKeyPanel + tile::swizzled(row, lane % 8));
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Shared& shared, const Work& work) {
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32 % 4;
+  const int first_key = (kWide ? 0 : group * 64) + warp * 16;  // of this warp's 16
+  const int first_query_row = kWide ? group * kScoreQueries : 0;
+  const int first_panel = kWide ? group * kGradientPanels : 0;
+  const unsigned k_rows = shared.k + (kWide ? 0 : group * 64 * tile::kRowBytes);
+  const unsigned v_rows = shared.v + (kWide ? 0 : group * 64 * tile::kRowBytes);
+  const int dq_piece = (group * 4 + warp) * (kDqBytes / 4);  // bytes of a dQ tile before this warp's
+  // stmatrix: lanes 8 i to 8 i + 7 give the rows, queries, of matrix i; its columns are keys.
+  const unsigned score_place =
+      (kWide ? 0 : group * kQueryPanel) +
+      tile::swizzled(first_query_row + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+  const auto store_scores = [&](unsigned score_tile, const unsigned (&a)[kScoreQueries / 16][4]) {
+#pragma unroll
+    for (int j = 0; j < kScoreQueries / 16; ++j) {
+      ptx::stmatrix_x4_trans(score_tile + score_place + j * 16 * tile::kRowBytes, a[j]);
+    }
+  };
+
+  // Query blocks below masked_m have scores to hide: of this thread's keys, those of queries before first_query,
+  // counted from the thread's first query of block 0.
+  int masked_m = 0, first_query[2];
+  if (kCausal) masked_m = (work.first_key + kBlockN - 1 - work.mask.shift + kBlockM - 1) / kBlockM;
+  if (work.keys < kBlockN) masked_m = work.last_m;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = first_key + lane / 4 + 8 * half;
+    first_query[half] = key < work.keys ? work.mask.first_query(work.first_key + key) - first_query_row - lane % 4 * 2
+                                        : flash_attn::kUnlimited;
+  }
+
+  float dk[kGradients], dv[kGradients];
+#pragma unroll
+  for (int i = 0; i < kGradients; ++i) dk[i] = dv[i] = 0.0f;
+  float s[kScores], ds[kScores];  // of a step: S^T, then P^T; dP^T, then dS^T
+  float4 lse[kScoreQueries / 16], delta[kScoreQueries / 16];
+
+  Position next(p, work);    // of S and dP
+  int tile_now = next.tile;  // of dV and dK
+  int tile_dq = next.tile;   // of dQ, a step behind unless wide
+
+  // Row statistics of step `i`, of 16 queries each.
+  auto load = [&](float4 (&to)[kScoreQueries / 16], unsigned from, int i, int first, int last) {
+    const unsigned statistics = i % kStages * kRowStatBytes + first_query_row * 4 + lane % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < kScoreQueries / 16; ++j) {
+      if (j >= first && j < last) to[j] = ptx::load_shared_float4(from + statistics + j * 64);
+    }
+  };
+
+  // Begins S^T = K Q^T and dP^T = V dO^T of step `i`.
+  auto begin_scores = [&](int i) {
+    const int stage = i % kStages;
+    const unsigned q_tile = shared.q + stage * kQueryBytes;
+    const unsigned dout_tile = shared.dout + stage * kQueryBytes;
+    const unsigned first_row = first_query_row * tile::kRowBytes;
+    hopper::barrier_wait(shared.full(stage), parity(i));
+    const int queries = work.sequence.seqlen_q - next.m * kBlockM;
+    if (queries < kBlockM) {
+      clear_tail<kBlockM>(q_tile, queries);
+      clear_tail<kBlockM>(dout_tile, queries);
+      hopper::fence_proxy_async();
+      hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
+    }
+    if constexpr (kEarlyLse) load(lse, shared.lse, i, 0, kScoreQueries / 16);
+    hopper::wgmma_fence();
+    multiply_transposed(s, k_rows, q_tile + first_row);
+    multiply_transposed(ds, v_rows, dout_tile + first_row);
+  };
+
+  // P of step `i`; waits for its dP.
+  auto finish_scores = [&](int i) {
+    if constexpr (!kEarlyLse) load(lse, shared.lse, i, 0, kScoreQueries / 16);
+    hopper::wgmma_wait<1>();
+    hopper::hold(s);
+    if (next.m < masked_m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = first_query[half] - next.m * kBlockM;
+#pragma unroll
+        for (int j = 0; j < kScoreQueries / 8; ++j) {
+          if (8 * j < first) s[4 * j + 2 * half] = ptx::kMinusInfinity;
+          if (8 * j + 1 < first) s[4 * j + 2 * half + 1] = ptx::kMinusInfinity;
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kScoreQueries / 8; ++j) {
+      const float even = j % 2 == 0 ? lse[j / 2].x : lse[j / 2].z;
+      const float odd = j % 2 == 0 ? lse[j / 2].y : lse[j / 2].w;
+      s[4 * j] = ptx::exp2(fmaf(s[4 * j], p.scale_log2, -even));
+      s[4 * j + 1] = ptx::exp2(fmaf(s[4 * j + 1], p.scale_log2, -odd));
+      s[4 * j + 2] = ptx::exp2(fmaf(s[4 * j + 2], p.scale_log2, -even));
+      s[4 * j + 3] = ptx::exp2(fmaf(s[4 * j + 3], p.scale_log2, -odd));
+    }
+    load(delta, shared.delta, i, 0, kEarlyDelta);
+    hopper::wgmma_wait<0>();
+    hopper::hold(ds);
+    next.advance(p, work);
+  };
+
+  // dQ leaves through shared memory; each warp adds its own piece to device memory.
+  auto stage_dq = [&](const float (&dq)[kDqWidth / 2]) {
+    if (lane == 0) hopper::wait_for_reads();
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kDqWidth / 8; ++i) {
+      ptx::store_shared_16(shared.staged + dq_piece + (i * 32 + lane) * 16,
+                           make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
+                                      __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
+    }
+  };
+  // One lane of each warp lets the key blocks add to a dQ tile in the order of their index. All that come before this
+  // one have a lower block index. Blocks start in the order of their index, as every lock between thread blocks
+  // assumes, so they are running or done: the wait ends.
+  auto await_turn = [&]() {
+    const int* const semaphore = p.dq_semaphore + tile_dq;
+    while (ptx::load_acquire(semaphore) < work.block_n * (4 * kConsumers)) {
+    }
+  };
+  auto pass_turn = [&]() { ptx::add_release(p.dq_semaphore + tile_dq, 1); };
+  auto accumulator = [&]() {
+    return p.dq_accum + static_cast<long long>(tile_dq) * (kBlockM * kHeadDim) + dq_piece / 4;
+  };
+  auto add_staged_dq = [&]() {
+    if (p.deterministic) await_turn();
+    hopper::add_floats(accumulator(), shared.staged + dq_piece, kDqBytes / 4);
+    if (p.deterministic) {
+      hopper::wait_for_sums();
+      pass_turn();
+    }
+  };
+  // Where shared memory has no room for it: straight from the registers.
+  auto add_dq = [&](const float (&dq)[kDqWidth / 2]) {
+    if (p.deterministic) {
+      if (lane == 0) await_turn();
+      __syncwarp();
+    }
+    float* const destination = accumulator() + lane * 4;
+#pragma unroll
+    for (int i = 0; i < kDqWidth / 8; ++i) {
+      const float sums[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
+      ptx::red_add_4(destination + i * 128, sums);
+    }
+    if (p.deterministic) {
+      __threadfence();
+      __syncwarp();
+      if (lane == 0) pass_turn();
+    }
+  };
+
+  // dP of step `i` becomes dS.
+  auto finish_gradients = [&](int i) {
+    load(delta, shared.delta, i, kEarlyDelta, kScoreQueries / 16);
+#pragma unroll
+    for (int j = 0; j < kScoreQueries / 8; ++j) {
+      const float even = j % 2 == 0 ? delta[j / 2].x : delta[j / 2].z;
+      const float odd = j % 2 == 0 ? delta[j / 2].y : delta[j / 2].w;
+      ds[4 * j] = (ds[4 * j] - even) * s[4 * j];
+      ds[4 * j + 1] = (ds[4 * j + 1] - odd) * s[4 * j + 1];
+      ds[4 * j + 2] = (ds[4 * j + 2] - even) * s[4 * j + 2];
+      ds[4 * j + 3] = (ds[4 * j + 3] - odd) * s[4 * j + 3];
+    }
+  };
+
+  // From P and dP of step `i` to its part of dV and dK, to dQ of the step before, and to P and dP of the next step.
+  auto step = [&](int i, auto more) {
+    const int stage = i % kStages;
+    const unsigned q_tile = shared.q + stage * kQueryBytes;
+    const unsigned dout_tile = shared.dout + stage * kQueryBytes;
+    unsigned p_operand[kScoreQueries / 16][4], ds_operand[kScoreQueries / 16][4];
+    if constexpr (kEarlyValues) {
+      as_operand(p_operand, s);
+      hopper::wgmma_fence();
+      multiply_registers(dv, p_operand, dout_tile);
+    }
+    finish_gradients(i);
+    as_operand(ds_operand, ds);
+    if constexpr (!kEarlyValues) {
+      as_operand(p_operand, s);
+      hopper::wgmma_fence();
+      multiply_registers(dv, p_operand, dout_tile);
+    }
+    // Past this barrier, the other stage of dS is complete and this one has been read. In the first step, the product
+    // multiplies what happens to be there, for nothing.
+    if (i > 0) hopper::barrier_wait(shared.ds_full(stage ^ 1), parity(i - 1));
+    store_scores(shared.ds + stage * kScoreBytes, ds_operand);
+    float dq[kDqWidth / 2];
+    hopper::wgmma_fence();
+    multiply_dq(dq, shared.ds + (stage ^ 1) * kScoreBytes, shared.k, group);
+    multiply_registers(dk, ds_operand, q_tile);
+    hopper::wgmma_wait<1>();
+    hopper::hold(dq);
+    stage_dq(dq);
+    hopper::wgmma_wait<0>();
+    if (lane == 0) hopper::barrier_arrive(shared.empty(stage));
+    if constexpr (decltype(more)::value) begin_scores(i + 1);
+    // Only now, so that the stores are not waited for.
+    hopper::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+      hopper::barrier_arrive(shared.ds_full(stage));
+      if (i > 0) add_staged_dq();
+    }
+    tile_dq = tile_now;
+    tile_now = next.tile;
+    if constexpr (decltype(more)::value) finish_scores(i + 1);
+  };
+
+  // The same, wide: no product is behind the others.
+  auto wide_step = [&](int i, auto more) {
+    const int stage = i % kStages;
+    const unsigned ds_tile = shared.ds + stage * kScoreBytes;
+    const unsigned p_tile = shared.staged + stage * kScoreBytes;
+    const unsigned columns = stage * kQueryBytes + first_panel * kQueryPanel;
+    unsigned operand[kScoreQueries / 16][4];
+    as_operand(operand, s);
+    store_scores(p_tile, operand);
+    finish_gradients(i);
+    as_operand(operand, ds);
+    store_scores(ds_tile, operand);
+    hopper::fence_proxy_async();
+    // P and dS have two stages: past this barrier, every consumer has finished with the step before.
+    hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
+    float dq[kDqWidth / 2];
+    hopper::wgmma_fence();
+    multiply_dq(dq, ds_tile, shared.k, group);
+    multiply_shared(dv, p_tile, shared.dout + columns);
+    multiply_shared(dk, ds_tile, shared.q + columns);
+    hopper::wgmma_wait<2>();
+    hopper::hold(dq);
+    add_dq(dq);
+    tile_dq = next.tile;
+    if constexpr (decltype(more)::value) {
+      begin_scores(i + 1);
+      hopper::wgmma_wait<2>();
+    } else {
+      hopper::wgmma_wait<0>();
+    }
+    if (lane == 0) hopper::barrier_arrive(shared.empty(stage));
+    if constexpr (decltype(more)::value) finish_scores(i + 1);
+  };
+
+  if (work.steps > 0) {
+    hopper::barrier_wait(shared.keys_full(), 0);
+    if (work.keys < kBlockN) {
+      clear_tail<kBlockN>(shared.k, work.keys);
+      clear_tail<kBlockN>(shared.v, work.keys);
+      hopper::fence_proxy_async();
+      hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
+    }
+    begin_scores(0);
+    finish_scores(0);
+    const int last = work.steps - 1;
+    if constexpr (kWide) {
+      for (int i = 0; i < last; ++i) wide_step(i, tile::True{});
+      wide_step(last, tile::False{});
+    } else {
+      for (int i = 0; i < last; ++i) step(i, tile::True{});
+      step(last, tile::False{});
+      hopper::barrier_wait(shared.ds_full(last % kStages), parity(last));
+      float dq[kDqWidth / 2];
+      hopper::wgmma_fence();
+      multiply_dq(dq, shared.ds + last % kStages * kScoreBytes, shared.k, group);
+      hopper::wgmma_wait<0>();
+      hopper::hold(dq);
+      stage_dq(dq);
+      hopper::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        add_staged_dq();
+        hopper::wait_for_sums();
+      }
+    }
+  }
+  hopper::hold(dk);
+  hopper::hold(dv);
+
+  // dK and dV take the place of K and V, which no product reads any more.
+  hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
+  unsigned block;  // not blockIdx.x: what is computed again is not kept in registers over the walk
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
+  const Work same = Work::of(p, static_cast<int>(block));
+  store_keys(dk, p.scale, shared.k, p.dk, p.dk_stride, same, p.head_dim, first_key, first_panel);
+  store_keys(dv, 1.0f, shared.v, p.dv, p.dv_stride, same, p.head_dim_v, first_key, first_panel);
+}
+
+// A query tile of the workspaces, for the kernels before and after.
+struct QueryTile {
+  int block_m, batch, head;
+  problem::Sequence sequence;
+  int rows;
+  long long tile;
+
+  __device__ __forceinline__ explicit QueryTile(const flash_attn::BwdParams& p)
+      : block_m(blockIdx.x % p.blocks_m),
+        batch(blockIdx.x / p.blocks_m / p.heads),
+        head(blockIdx.x / p.blocks_m - batch * p.heads),
+        sequence(p, batch),
+        rows(sequence.seqlen_q - block_m * kBlockM),
+        tile(static_cast<long long>(head) * p.total_tiles + first_tile(p, batch) + block_m) {}
+};
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flash_bwd_preprocess(const __grid_constant__ flash_attn::BwdParams p) {
+  const int thread = threadIdx.x;
+  const QueryTile at(p);
+  if (at.rows <= 0) return;
+  const long long first_row = at.sequence.q_row + at.block_m * kBlockM;
+  const long long lse_row = at.batch * p.lse_batch_stride + at.head * p.lse_head_stride + first_row;
+  // Eight threads a row.
+  constexpr int kRowStep = kThreads / 8;
+#pragma unroll
+  for (int pass = 0; pass < (kBlockM + kRowStep - 1) / kRowStep; ++pass) {
+    const int row = thread / 8 + pass * kRowStep;
+    const bool inside = row < at.rows && row < kBlockM;
+    float sum = 0.0f;
+    if (inside) {
+      const char* const out = tile::source(p.out, p.out_stride, at.batch, at.head, first_row + row, thread);
+      const char* const dout = tile::source(p.dout, p.dout_stride, at.batch, at.head, first_row + row, thread);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        if (thread % 8 * 8 + panel * 64 < p.head_dim_v) {
+          const uint4 a = *reinterpret_cast<const uint4*>(out + panel * tile::kRowBytes);
+          const uint4 b = *reinterpret_cast<const uint4*>(dout + panel * tile::kRowBytes);
+          const unsigned as[4] = {a.x, a.y, a.z, a.w};
+          const unsigned bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            float a_low, a_high, b_low, b_high;
+            ptx::unpack<kBf16>(as[i], a_low, a_high);
+            ptx::unpack<kBf16>(bs[i], b_low, b_high);
+            sum = fmaf(a_low, b_low, fmaf(a_high, b_high, sum));
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int lane = 1; lane < 8; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    if (thread % 8 == 0 && row < kBlockM) {
+      // Padding rows and rows that see no key get +inf: their probabilities, exp2(s - inf), are 0 without a test.
+      const float lse = inside ? p.lse[lse_row + row] : ptx::kMinusInfinity;
+      if (inside && p.dlse != nullptr) sum -= p.dlse[lse_row + row];
+      // Whatever the gradient of an output that depends on nothing.
+      if (lse == ptx::kMinusInfinity) sum = 0.0f;
+      const long long place = at.tile * kBlockM + statistics_place(row);
+      p.lse_log2[place] = lse == ptx::kMinusInfinity ? -ptx::kMinusInfinity : lse * kLog2e;
+      p.delta[place] = sum;
+    }
+  }
+
+  uint4* const accumulator = reinterpret_cast<uint4*>(p.dq_accum + at.tile * (kBlockM * kHeadDim));
+#pragma unroll 4
+  for (int i = thread; i < kBlockM * kHeadDim / 4; i += kThreads) accumulator[i] = make_uint4(0, 0, 0, 0);
+  if (thread == 0) p.dq_semaphore[at.tile] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    flash_bwd(const __grid_constant__ flash_attn::BwdTmaParams p) {
+  const Work work = Work::of(p.bwd, blockIdx.x);
+  if (work.keys <= 0) return;
+  const Shared shared(ptx::shared_address(shared_memory));
+  if (threadIdx.x == 0) {
+    hopper::barrier_init(shared.keys_full(), 1);
+    for (int stage = 0; stage < kStages; ++stage) {
+      hopper::barrier_init(shared.full(stage), 1);
+      hopper::barrier_init(shared.empty(stage), 4 * kConsumers);
+      hopper::barrier_init(shared.ds_full(stage), 4 * kConsumers);
+    }
+    hopper::fence_barrier_init();
+  }
+  __syncthreads();
+
+  if (threadIdx.x < 128) {
+    hopper::give_registers<kConsumers == 3 ? 32 : 24>();
+    if (threadIdx.x == 0 && work.steps > 0) produce(p, shared, work);
+  } else {
+    hopper::take_registers<kConsumers == 3 ? 160 : 240>();
+    consume(p.bwd, shared, work);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flash_bwd_postprocess(const __grid_constant__ flash_attn::BwdParams p) {
+  __shared__ __align__(1024) char rounded[kQueryBytes];
+  const QueryTile at(p);
+  if (at.rows <= 0) return;
+  const int lane = threadIdx.x % 32;
+  const unsigned shared = ptx::shared_address(rounded);
+  const float4* const accumulator = reinterpret_cast<const float4*>(p.dq_accum + at.tile * (kBlockM * kHeadDim));
+
+  // A warp of flash_bwd holds 16 rows of dQ or of its transpose; a warp here takes 16 columns of them at a time.
+  constexpr int kPairs = kDqWidth / 16;
+  for (int i = threadIdx.x / 32; i < kConsumers * 4 * kPairs; i += kThreads / 32) {
+    const int group = i / (4 * kPairs);
+    const int warp = i / kPairs % 4;
+    const int pair = i % kPairs;
+    const float4* const source = accumulator + ((group * 4 + warp) * (kDqWidth / 8) + 2 * pair) * 32 + lane;
+    const float4 left = source[0], right = source[32];
+    const unsigned r[4] = {
+        ptx::pack<kBf16>(left.x * p.scale, left.y * p.scale), ptx::pack<kBf16>(left.z * p.scale, left.w * p.scale),
+        ptx::pack<kBf16>(right.x * p.scale, right.y * p.scale), ptx::pack<kBf16>(right.z * p.scale, right.w * p.scale)};
+    if constexpr (kDqTransposed) {
+      // Rows are columns of dQ: matrices 0 and 1 are its chunks of eight, 2 and 3 the same of the next eight queries.
+      ptx::stmatrix_x4_trans(shared + group * kQueryPanel + tile::swizzled(pair * 16 + lane / 16 * 8 + lane % 8,
+                                                                           warp * 2 + lane / 8 % 2),
+                             r);
+    } else {
+      const int row = (kWide ? 0 : group * 64) + warp * 16 + lane / 4;
+      const unsigned panel = shared + ((kWide ? group * kGradientPanels : 0) + pair / 4) * kQueryPanel;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        ptx::store_shared(panel + tile::swizzled(row + e % 2 * 8, pair * 2 % 8 + e / 2) + lane % 4 * 4, r[e]);
+      }
+    }
+  }
+  __syncthreads();
+  for (int row = threadIdx.x / 8; row < min(at.rows, kBlockM); row += kThreads / 8) {
+    char* const destination = tile::destination(p.dq, p.dq_stride, at.batch, at.head,
+                                                at.sequence.q_row + at.block_m * kBlockM + row, threadIdx.x);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      if (panel * 64 + threadIdx.x % 8 * 8 < p.head_dim) {
+        *reinterpret_cast<uint4*>(destination + panel * tile::kRowBytes) =
+            ptx::load_shared_16(shared + panel * kQueryPanel + tile::swizzled(row, threadIdx.x % 8));
+      }
+    }
+  }
+}
