@@ -11,10 +11,10 @@ from torch.compiler import is_compiling
 
 from . import checks
 from ._ops_cache import APPEND, DECODE, KVCACHE, ROTARY
-from .attend import ROWS_OF_SLABS, decoding_is_faster, forward_without_gradient
+from .attend import ROWS_OF_SLABS, decoding_is_faster, forward_fp8, forward_without_gradient
 from .errors import ArgumentError, DtypeError, ShapeError, UnsupportedFeatureError
 from .problem import Problem
-from .reference_cache import gather_pages, rotate
+from .reference_cache import gather_pages, rotate, select
 
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
 
@@ -86,11 +86,14 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (B,), the positions' start where it is not ``cache_seqlens``.
         cu_seqlens_q, max_seqlen_q: q is packed, (T, H, D); so are the results, (T, H, Dv) and (H, T).
         cu_seqlens_k_new: k and v are packed, (T, Hk, D) and (T, Hk, Dv).
-        q_descale, k_descale, v_descale: for FP8 inputs. Only None in this version.
+        q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone, as in :func:`flash_attn.flash_attn_func`.
+            q, k_cache, v_cache, k and v may all be float8_e4m3fn, on GPUs of compute capability 9.0, without
+            rotary_cos, alibi_slopes and qv. There is no decode kernel for FP8: the forward's serve, which is slow for
+            few queries, and pages and cache_batch_idx are gathered first.
         pack_gqa, sm_margin: hints of other implementations: accepted, and without any effect.
 
     Returns:
-        out (B, Sq, H, Dv) in q's dtype, or (out, softmax_lse).
+        out (B, Sq, H, Dv) in q's dtype (bfloat16 for FP8), or (out, softmax_lse).
 
     Raises:
         ShapeError, DtypeError, DeviceError, ArgumentError: a ``ValueError`` naming the argument and what was found.
@@ -144,15 +147,19 @@ def flash_attn_with_kvcache(
     chunk = checks.attention_chunk_of(attention_chunk)
     checks.check_softcap(softcap)
     splits = checks.length_of("num_splits", num_splits)
-    checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     cache = _cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
+    fp8 = q.dtype is checks.FP8
+    if fp8:
+        _check_fp8(cache, k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, qv=qv)
+    else:
+        checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     heads = q.shape[-2]
     alibi = checks.alibi_slopes_of(alibi_slopes, cache.batch, heads, q)
     sink = checks.sink_of(learnable_sink, heads, q)
     scale = checks.scale_of(softmax_scale, q.shape[-1] + (0 if qv is None else v_cache.shape[-1]))
     seldom = (splits, left, right, cache.leftpad, cache.batch_idx, alibi, sink, chunk, softcap)
     tokens = q.shape[0] if cu_seqlens_q is not None else q.shape[0] * q.shape[1]
-    decodes = decoding_is_faster(tokens, heads, cache.batch, cache.k.shape[2], block_table is not None)
+    decodes = not fp8 and decoding_is_faster(tokens, heads, cache.batch, cache.k.shape[2], block_table is not None)
     if k is None:
         for name, x in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
             if x is not None:
@@ -174,7 +181,7 @@ def flash_attn_with_kvcache(
     if qv is not None:
         q, wide = _with_qv(q, qv, cache)
         cache = cache._replace(k=wide)
-    if scale <= 0.0:  # as in flash_attn_func
+    if scale <= 0.0 and not fp8:  # as in flash_attn_func
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0, 1.0)
     if cu_seqlens_q is not None:
         cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q)
@@ -202,7 +209,10 @@ def flash_attn_with_kvcache(
             attention_chunk=chunk,
             softcap=float(softcap),
         )
-        out, lse = forward_without_gradient(q, keys, values, p)
+        if fp8:
+            out, lse = forward_fp8(q, keys, values, p, q_descale, k_descale, v_descale)
+        else:
+            out, lse = forward_without_gradient(q, keys, values, p)
     return (out, lse) if return_softmax_lse else out
 
 
@@ -242,7 +252,7 @@ class _Cache(NamedTuple):
         if self.block_table is not None:
             return gather_pages(self.k, self.block_table), gather_pages(self.v, self.block_table)
         if self.batch_idx is not None:
-            return self.k.index_select(0, self.batch_idx), self.v.index_select(0, self.batch_idx)
+            return select(self.k, self.batch_idx), select(self.v, self.batch_idx)
         return self.k[: self.batch], self.v[: self.batch]
 
 
@@ -339,9 +349,22 @@ def _check_cache_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed_q: 
         raise ShapeError(f"k_cache must have pages of at least one row, got {checks.sizes(k_cache)}.")
     # What is left: dtypes that have kernels, devices, head dims. A batch without sequences has all of them.
     if packed_q:
-        checks.check_qkv(q[None, :0], k_cache[:1, :0], v_cache[:1, :0])
+        checks.check_qkv(q[None, :0], k_cache[:1, :0], v_cache[:1, :0], fp8=True)
     else:
-        checks.check_qkv(q[:0], k_cache[:0], v_cache[:0])
+        checks.check_qkv(q[:0], k_cache[:0], v_cache[:0], fp8=True)
+
+
+def _check_fp8(cache: _Cache, k: Tensor | None, **options: Tensor | None) -> None:
+    """What a cache of FP8 does not go together with: ``options``, and new rows that cannot be moved as they are."""
+    for name, option in options.items():
+        if option is not None:
+            raise UnsupportedFeatureError(f"{name} must be None with a cache of FP8.")
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        if k is not None and (x.shape[-1] % 16 != 0 or x.stride(-1) != 1):
+            raise UnsupportedFeatureError(
+                f"{name} must have a contiguous head dim that is a multiple of 16 where k is appended to a cache of "
+                f"FP8, got {x.shape[-1]} with a stride of {x.stride(-1)}."
+            )
 
 
 # New keys and values.
@@ -447,17 +470,23 @@ def _append(
         k = _rotated("cu_seqlens_k_new", k, positions, cu_seqlens_k_new, rotation, False, q)
         q = _rotated("cu_seqlens_q", q, positions, cu_seqlens_q, rotation, rotation.same_position, q)
     if cu_seqlens_k_new is None:
-        APPEND(k, v, cache.k, cache.v, starts, 0, cache.batch_idx, cache.block_table)
+        APPEND(*_as_moved(k, v, cache.k, cache.v), starts, 0, cache.batch_idx, cache.block_table)
         return q, cache._replace(lengths=starts + k.shape[1], length=None)
     # Every token is handed over as a sequence of its own, of one row, with its own place.
     tokens = _Tokens.of("cu_seqlens_k_new", k, cu_seqlens_k_new, cache.batch, q)
     rows = torch.where(tokens.exists, tokens.at(starts), -1).to(torch.int32)
     slab = tokens.sequence.to(torch.int32) if cache.batch_idx is None else cache.batch_idx[tokens.sequence]
     block_table = None if cache.block_table is None else cache.block_table[tokens.sequence]
-    APPEND(
-        k[:, None], v[:, None], cache.k, cache.v, rows, 0, slab if block_table is None else None, block_table
-    )  # fmt: skip
+    rows_of = _as_moved(k[:, None], v[:, None], cache.k, cache.v)
+    APPEND(*rows_of, rows, 0, slab if block_table is None else None, block_table)
     return q, cache._replace(lengths=starts + tokens.counts, length=None)
+
+
+def _as_moved(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, ...]:
+    """Rows are moved in elements of 16 bits: of FP8, two at a time."""
+    if k.dtype is not checks.FP8:
+        return k, v, k_cache, v_cache
+    return tuple(x.view(torch.bfloat16) for x in (k.contiguous(), v.contiguous(), k_cache, v_cache))
 
 
 def _rotated(

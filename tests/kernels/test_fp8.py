@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from feature_cases import Limits
+from fp8_cache_cases import run as run_cache
 from fp8_cases import FP8, draw, rms, run
 from kernel_set import FP8_KERNELS
 from memory import poison
@@ -91,6 +92,13 @@ def test_fp8_case(seed):
     case = draw(seed, LIMITS)
     wrong = run(case, before=poison)
     assert not wrong, "\n".join([str(case), *wrong])
+
+
+@on_hopper
+@pytest.mark.parametrize("seed", range(FIRST, FIRST + CASES // 4))
+def test_cache_case(seed):
+    wrong = run_cache(seed, before=poison, head_dims=[d for d in (16, 64, 128, 192) if d <= LIMITS.head_dim])
+    assert not wrong, "\n".join(wrong)
 
 
 @on_hopper

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from feature_cases import Limits
+from fp8_cache_cases import run as run_cache
 from fp8_cases import draw, run
 
 import flash_attn
@@ -295,6 +296,50 @@ def test_pages():
     rows = [x.view(torch.uint8)[table.long()].flatten(1, 2) for x in (k, v)]
     keys, values = (torch.cat([x[b, :n] for b, n in enumerate(lengths)]).view(FP8) for x in rows)
     torch.testing.assert_close(out, flash_attn_varlen_func(q, keys, values, **arguments))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cache_case(seed):
+    wrong = run_cache(seed, device="cpu", head_dims=(16, 64))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packed_queries_of_a_cache():
+    q, k_cache, v_cache = (torch.randn(*n, 64).to(FP8) for n in ((7, 4), (2, 30, 2), (2, 30, 2)))
+    cu, lengths = int32(0, 3, 7), int32(20, 30)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=lengths, cu_seqlens_q=cu, max_seqlen_q=4, causal=True
+    )
+    for b, rows in enumerate((slice(0, 3), slice(3, 7))):
+        alone = flash_attn_func(
+            q[None, rows], k_cache[b : b + 1, : lengths[b]], v_cache[b : b + 1, : lengths[b]], causal=True
+        )
+        torch.testing.assert_close(out[rows], alone[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alibi_slopes": torch.ones(4)}, r"^alibi_slopes must be None with a cache of FP8"),
+        ({"qv": torch.ones(2, 1, 4, 64)}, r"^qv must be None with a cache of FP8"),
+        (
+            {"rotary_cos": torch.ones(30, 4), "rotary_sin": torch.ones(30, 4)},
+            r"^rotary_cos must be None with a cache of",
+        ),
+    ],
+)
+def test_caches_of_fp8_lack(changes, message):
+    q, cache = torch.zeros(2, 1, 4, 64).to(FP8), torch.zeros(2, 30, 2, 64).to(FP8)
+    new = cache[:, :1]
+    with pytest.raises(NotImplementedError, match=message):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=3, **changes)
+
+
+def test_rows_of_other_sizes_are_not_appended_to_fp8():
+    q, cache = torch.zeros(2, 1, 4, 24).to(FP8), torch.zeros(2, 30, 2, 24).to(FP8)
+    assert flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3).shape == q.shape
+    with pytest.raises(NotImplementedError, match=r"^k_cache must have a contiguous head dim that is a multiple of 16"):
+        flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), cache[:, :1], cache[:, :1], cache_seqlens=3)
 
 
 BAD = [
