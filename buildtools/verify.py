@@ -13,13 +13,13 @@ import sys
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from . import sbom
-from .archive import FILE_NAME
+from .archive import FILE_NAME, Record, unpack
 from .build import ROOT, Compiler, build, find_compiler, load_tables
 from .compare import explain
 from .errors import (
@@ -31,6 +31,7 @@ from .errors import (
     WheelError,
 )
 from .host import LIBRARY
+from .kernels import KernelTable
 from .matrix import Wheel
 from .metadata import load_project
 from .rows import build_row_wheel, find_wheel, row_compiler
@@ -158,7 +159,8 @@ def _environment(published: Published, root: Path, environ: Mapping[str, str]) -
     families = {row.family for row in table.rows if row.key in kernels["keys"]}
     usual = {str(arch) for name in families for arch in table.families[name].archs if arch in wheel.kernel_set.archs}
     if set(kernels["archs"]) != usual:
-        result["FLASH_ATTN_CUDA_ARCHS"] = ";".join(kernels["archs"])
+        records = unpack(published.members[f"flash_attn/{FILE_NAME}"]).records
+        result["FLASH_ATTN_CUDA_ARCHS"] = ";".join(_archs_asked_for(records, table))
     if wheel.host_library.per_torch and host["cxx11_abi"] != wheel.host_library.cxx11_abi:
         result["FORCE_CXX11_ABI"] = str(int(host["cxx11_abi"]))
         wheel = find_wheel(matrix, wheel.name, read_variables(result))
@@ -169,6 +171,16 @@ def _environment(published: Published, root: Path, environ: Mapping[str, str]) -
         result[sbom.IMAGE_VARIABLE] = published.bill.image
     result["SOURCE_DATE_EPOCH"] = str(calendar.timegm((*published.date, 0, 0, 0)))
     return result
+
+
+def _archs_asked_for(records: Sequence[Record], table: KernelTable) -> list[str]:
+    """What FLASH_ATTN_CUDA_ARCHS has to say for these kernels: "90" brings the 90a code of a family for Hopper with it.
+
+    "90a" itself would compile the families for every arch for it too, so it is left out unless they have it.
+    """
+    archs = list(dict.fromkeys(record.arch for record in records))
+    everywhere = {record.arch for record in records if table.families[record.key.split("-")[1]].any_arch}
+    return [arch for arch in archs if arch in everywhere or arch[-1] != "a" or arch[:-1] not in archs]
 
 
 def _recorded_compiler(published: Published, wheel: Wheel, folder: Path, environ: Mapping[str, str]) -> Compiler:

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from buildtools_support import clean_environ, make_tree
+from buildtools_support import ROOT, clean_environ, make_tree
 
 from buildtools import archive
+from buildtools.archs import parse_arch
+from buildtools.compile import Report, record_of
 from buildtools.errors import AlteredWheelError, NotVerifiedError, WheelDifferenceError
+from buildtools.kernels import load_table
+from buildtools.verify import _archs_asked_for
 
 KERNELS, LIBRARY = "flash_attn/flash_attn.kernels", "flash_attn/libflash_attn.so"
 SUBSET = {"FLASH_ATTN_CUDA_ARCHS": "80", "FLASH_ATTN_HEAD_DIMS": "64", "SOURCE_DATE_EPOCH": "1700000000"}
@@ -140,3 +144,18 @@ def test_another_host_compiler_leaves_its_members_out(tree: Path, wheel: Path, t
     assert f"not compared  {LIBRARY}: it was compiled by g++ 99.0.0, and here is g++ {version}" in result.stdout
     assert f"not compared  {name}" in result.stdout
     assert f"same          {KERNELS}" in result.stdout
+
+
+@pytest.mark.parametrize("asked", ["90", "80;90", "90;90a", "90a", "80;100"])
+def test_archs_of_a_subset_are_asked_for_as_they_were(asked: str) -> None:
+    """With the project's own table: 90 brings 90a with it for one family, and 90a is for all of them."""
+    table = load_table(ROOT / "kernels.toml")
+    rows = table.select(head_dims=[64])
+
+    def records(archs: str) -> list[archive.Record]:
+        wanted = [parse_arch(arch) for arch in archs.split(";")]
+        kernels = table.kernels(rows, {name: family.built_for(wanted) for name, family in table.families.items()})
+        return [record_of(kernel, Report()) for kernel in kernels]
+
+    found = records(asked)
+    assert records(";".join(_archs_asked_for(found, table))) == found
