@@ -162,6 +162,7 @@ def host_calls(case: Host) -> dict[str, Call]:
     k_cache, v_cache = (randn(1, 256, 2, 64) for _ in range(2))
     one_t, k_used, v_used = (x[:, :200].transpose(1, 2) for x in (one, k_cache, v_cache))
     lengths = torch.full((1,), 200, device="cuda", dtype=torch.int32)
+    cos, sin = (randn(256, 32) for _ in range(2))
     varlen, decode = flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache
     forward: dict[str, Call] = {
         OURS: lambda: flash_attn.flash_attn_func(q, k, v, causal=True),
@@ -176,6 +177,9 @@ def host_calls(case: Host) -> dict[str, Call]:
             FLASH: lambda: scaled_dot_product_attention(one_t, k_used, v_used),
         },
         "append": {OURS: lambda: decode(one, k_cache, v_cache, new_k, new_v, cache_seqlens=lengths, causal=True)},
+        "append-rotary": {
+            OURS: lambda: decode(one, k_cache, v_cache, new_k, new_v, cos, sin, cache_seqlens=lengths, causal=True)
+        },
     }[case.call]
 
 

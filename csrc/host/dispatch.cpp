@@ -692,16 +692,17 @@ int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
   const int64_t multiprocessors = kernel.multiprocessors;
   const int64_t tiles = static_cast<int64_t>(params.batch) * params.heads_kv * params.row_tiles;
   if (tiles == 0) return 1;
-  // The fewest splits with the shortest time, in steps: a warp takes block_n keys in one, and a wave of blocks costs the
-  // time of kWave besides its own. Blocks of few rows wait for memory, which half of the multiprocessors keep busy: more
-  // waves than one only slow them. (Measured on an H200.)
-  constexpr int64_t kWave = 8;
+  // The fewest splits with the shortest time, in steps: a warp takes block_n keys in one, a wave of blocks costs the time
+  // of kWave besides its own, and joining the splits that of kCombine. Blocks of few rows wait for memory, which half of
+  // the multiprocessors keep busy: more waves than one only slow them. (Measured on an H200.)
+  constexpr int64_t kWave = 8, kCombine = 4;
   const int64_t steps = blocks_of(params.seqlen_k, warps * kernel.record->block_n);
   int64_t most = std::min(parts, kMostSplits);
   if (params.row_warps <= 2) most = std::min(most, multiprocessors / tiles);
   int64_t best = 1, least = INT64_MAX;
   for (int64_t splits = 1; splits <= most; ++splits) {
-    const int64_t cost = blocks_of(tiles * splits, multiprocessors) * (blocks_of(steps, splits) + kWave);
+    const int64_t cost = blocks_of(tiles * splits, multiprocessors) * (blocks_of(steps, splits) + kWave) +
+                         (splits > 1 ? kCombine : 0);
     if (cost >= least) continue;
     least = cost;
     best = splits;

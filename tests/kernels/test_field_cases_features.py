@@ -223,7 +223,8 @@ def test_graph_of_the_longest_lengths_replayed_with_shorter_ones(dtype):
             assert torch.equal(a, b), name
 
 
-def test_graph_of_a_decoding_step():
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_graph_of_a_decoding_step(num_splits):
     """Field case 36, with a cache that grows."""
     caches = [randn(2, 500, 2, 128) for _ in range(2)]
     q, k, v = randn(2, 1, 8, 128), randn(2, 1, 2, 128), randn(2, 1, 2, 128)
@@ -232,7 +233,7 @@ def test_graph_of_a_decoding_step():
     lengths = numbers(0, 0)
 
     def step(k_cache, v_cache, at):
-        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, at, causal=True)
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cos, sin, at, causal=True, num_splits=num_splits)
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -181,7 +181,7 @@ def case_decode_splits() -> None:
 
 def case_decode_automatic_splits() -> None:
     """The pretended GPU has 7 multiprocessors."""
-    for b, capacity, splits in ((1, 40, 1), (1, 300, 3), (1, 1000, 3), (2, 1000, 1), (3, 1000, 1)):
+    for b, capacity, splits in ((1, 40, 1), (1, 300, 1), (1, 1000, 3), (2, 1000, 1), (3, 1000, 1)):
         with launches() as found:
             check(slabs(b=b, capacity=capacity, d=8, dv=8))
         assert found[0]["grid"] == f"{2 * b * splits},1", found
