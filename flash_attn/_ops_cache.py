@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from . import reference_cache
 from ._ops import LIB, define, define_joined, register_cpu
+from .errors import DeviceError
 from .reference import lse_dtype
 
 __all__ = ["APPEND", "DECODE", "KVCACHE", "ROTARY", "ROTARY_EMBEDDING"]
@@ -57,6 +58,8 @@ ROTARY = torch.ops.flash_attn.rotary.default
 
 
 def _fake_decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, *_: object, **_more: object) -> tuple[Tensor, Tensor]:
+    if type(q) is Tensor and q.device.type != "meta":  # torch comes here where any tensor is on meta
+        raise DeviceError(f"q is on {q.device}, and another tensor on meta.")
     tokens, heads = q.shape[:-2], q.shape[-2]
     lse_shape = (heads, *tokens) if len(tokens) == 1 else (tokens[0], heads, tokens[1])
     out = q.new_empty((*tokens, heads, v_cache.shape[-1]))

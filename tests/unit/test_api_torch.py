@@ -198,6 +198,8 @@ def test_opcheck_of_caches_and_rotary_embedding():
             torch.library.opcheck(_ops_cache.DECODE, (q[0], *caches, *options, int32(0, 1, 3), 2))
             torch.library.opcheck(_ops_cache.KVCACHE, (q, *caches, k, k, cos, sin, True, *options))
             torch.library.opcheck(_ops_cache.KVCACHE, (q, *caches, k, k, None, None, True, *options))
+            with pytest.raises(ValueError, match="q is on cpu, and another tensor on meta"):
+                _ops_cache.DECODE(q, caches[0], caches[1].to("meta"), *options)
     bounds = int32(0, 2, 6)
     torch.library.opcheck(
         _ops_cache.ROTARY, (k[0], torch.empty_like(k[0]), cos, sin, None, 2, int32(0, 3), 3, False, True)
