@@ -129,7 +129,8 @@ def run(case, before=lambda: None, device="cuda"):
     if not f.varlen:
         out, emulated = out.flatten(0, 1), emulated.flatten(0, 1)
     lse = (lse.transpose(-1, -2) if f.varlen else lse.transpose(1, 2).flatten(0, 1))[:rows]
-    return check(out, out[:rows], emulated[:rows], exact, lse, exact_lse, f.softcap)
+    reach = abs(scale) * longest(wide[0]) * longest(wide[1])
+    return check(out, out[:rows], emulated[:rows], exact, lse, exact_lse, f.softcap, reach)
 
 
 def _lengths(f):
@@ -163,7 +164,13 @@ def rms(x):
     return x.double().square().mean().sqrt().item() if x.numel() else 0.0
 
 
-def check(whole, out, emulated, exact, lse, exact_lse, softcap):
+def longest(x):
+    """The largest norm of a row."""
+    return x.norm(dim=-1).max().item() if x.numel() else 0.0
+
+
+def check(whole, out, emulated, exact, lse, exact_lse, softcap, reach):
+    """``reach``: no score is larger, by the norms of its query and key."""
     lines = []
     if whole.dtype is not torch.bfloat16 or not whole.is_contiguous():
         lines.append(f"out is {whole.dtype}, contiguous: {whole.is_contiguous()}")
@@ -179,10 +186,10 @@ def check(whole, out, emulated, exact, lse, exact_lse, softcap):
     infinite = exact_lse == float("-inf")
     if ((lse == float("-inf")) != infinite).any():
         lines.append("lse is -inf in other places than it should be")
-    finite = torch.where(infinite, 0.0, exact_lse)
     worst = largest((lse.double() - exact_lse).masked_fill(infinite, 0.0)).item()
-    # The tensor cores add up FP8 products with 14 bits, those of which a large score is made too.
-    limit = (1e-2 if softcap else 2e-3) + 1e-3 * largest(finite).item()
+    # The tensor cores add up FP8 products with 14 bits: of a score, up to 1.3e-4 of the norms' product is lost, by a
+    # model of them and 20,000 random rows of each head dim.
+    limit = (1e-2 if softcap else 2e-3) + 2.5e-4 * reach
     if not worst <= limit:
         lines.append(f"lse is off by {worst:.3g}, allowed is {limit:.3g}")
     if (out[infinite] != 0).any():
