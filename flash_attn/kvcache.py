@@ -76,7 +76,7 @@ def flash_attn_with_kvcache(
             new keys must differ.
         cache_leftpad: int32 (B,), rows at the beginning of each cache that do not count.
         block_table: int32 (B, n): ``block_table[b, i]`` is the page of sequence b's keys ``i * page_size`` and up; its
-            capacity is n * page_size. Pages of any size.
+            capacity is n * page_size. Pages of any size. With many queries a sequence they are gathered first.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, attention_chunk: as in
             :func:`flash_attn.flash_attn_func`, with the length of each cache, new keys included, as Sk.
         qv: (B, Sq, H, Dv): scores are those of q and k and of qv and v together. D + Dv <= 256; copies the cache.
@@ -106,7 +106,7 @@ def flash_attn_with_kvcache(
 
     # The usual call at once: the host library checks the tensors while it reads them. What it refuses goes the long way
     # below, which converts what can be, or says what is wrong and with which argument.
-    if usual and type(q) is Tensor and q.is_cuda and not is_compiling():
+    if usual and type(q) is Tensor and q.is_cuda and q.dtype is not checks.FP8 and not is_compiling():
         try:
             batch, seqlen_q, heads, head_dim = q.shape
             scale = checks.scale_of(softmax_scale, head_dim)
@@ -131,13 +131,13 @@ def flash_attn_with_kvcache(
             decodes = seqlen_q * heads <= ROWS_OF_SLABS or decoding_is_faster(
                 seqlen_q, heads, 1, k_cache.shape[2], block_table is not None
             )
-            if scale > 0.0 and decodes and k is not None:
+            if scale > 0.0 and decodes and k is not None and v is not None:
                 out, lse = KVCACHE(
                     q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, scale, causal, lengths,
                     length, block_table, *seldom,
                 )  # fmt: skip
                 return (out, lse) if return_softmax_lse else out
-            if scale > 0.0 and decodes and v is rotary_cos is rotary_sin is None:
+            if scale > 0.0 and decodes and k is v is rotary_cos is rotary_sin is None:
                 out, lse = DECODE(q, k_cache, v_cache, scale, causal, lengths, length, block_table, *seldom)
                 return (out, lse) if return_softmax_lse else out
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):

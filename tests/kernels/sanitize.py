@@ -129,6 +129,7 @@ def run_decode(kernel):
         {"seqlen_q": 1, "num_splits": 3},
         {"seqlen_q": 5, "new": 5, "rotary_dim": 16, "causal": True, "page_size": 16},
         {"seqlen_q": 3, "new": 2, "rotary_dim": 32, "interleaved": True, "batch_idx": True, "leftpad": (2, 5)},
+        {"seqlen_q": 40, "packed": (40, 3), "causal": True, "page_size": 32, "num_splits": 2},
     ):
         case = CacheCase(
             seed=0,
