@@ -35,6 +35,7 @@ from torch.compiler import is_compiling
 
 from . import checks
 from .attend import Request, check_no_gradient, forward_fp8, problem_of
+from .dropout import mix
 from .errors import ArgumentError, DtypeError, ShapeError
 from .ops.triton._kernels import kernels_of, runs_kernel
 
@@ -79,7 +80,7 @@ def rotate(x: Tensor, seed: int = 0) -> Tensor:
     that were rotated with the same seed have the scores of q and k.
     """
     head_dim = checks.tensor_of("x", x).shape[-1]
-    matrix = _signs(head_dim, seed, x.device)
+    matrix = _rotation(head_dim, _key(seed), x.device)
     rotated: Tensor = torch.matmul(x.to(torch.float32), matrix) * matrix.shape[1] ** -0.5
     return rotated
 
@@ -96,7 +97,7 @@ def rotate_and_quantize(
     The arguments and results are those of :func:`quantize` and :func:`rotate`; x_fp8 has the head dim D'.
     """
     heads_kv = _check(x, heads_kv, cu_seqlens)
-    return _rounded(x, _Rows(x, cu_seqlens, used), heads_kv, signs=_signs(x.shape[-1], seed, x.device))
+    return _rounded(x, _Rows(x, cu_seqlens, used), heads_kv, key=_key(seed))
 
 
 def _check(x: Tensor, heads_kv: int | None, cu_seqlens: Tensor | None) -> int:
@@ -162,17 +163,17 @@ def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
 
 
 def _rounded(
-    x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None = None, signs: Tensor | None = None
+    x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None = None, key: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``x``, less ``mean`` (H, D), rotated by ``signs``, in FP8, and the factors (B, Hk)."""
+    """``x``, less ``mean`` (H, D), rotated by the signs of a ``key``, in FP8, and the factors (B, Hk)."""
     if runs_kernel(x) and not is_compiling() and _converts_to_fp8(x.device):
         kernels = kernels_of("_fp8_kernels")
         batched = x if rows.sequence is None else x[None]
         result, descale = kernels.rounded(
-            batched, mean, signs, rows.used, rows.sequence, rows.batch, heads_kv, _OUTLIER**2
+            batched, mean, key, rows.used, rows.sequence, rows.batch, heads_kv, _OUTLIER**2
         )
         return result if rows.sequence is None else result[0], descale
-    return _rounded_in_torch(x, rows, heads_kv, mean, signs)
+    return _rounded_in_torch(x, rows, heads_kv, mean, key)
 
 
 @functools.cache
@@ -182,43 +183,49 @@ def _converts_to_fp8(device: torch.device) -> bool:
 
 
 def _rounded_in_torch(
-    x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None, signs: Tensor | None
+    x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None, key: int | None
 ) -> tuple[Tensor, Tensor]:
     """:func:`_rounded` in operations of torch, which are the statement of what the kernels do."""
     x = x.to(torch.float32)
     if mean is not None:
         x = x - mean
-    y, scale = x, 1.0
-    if signs is not None:
-        scale = signs.shape[1] ** -0.5
-        y = torch.matmul(x, signs) * scale
+    if key is None:
+        y = x
+    else:
+        matrix = _rotation(x.shape[-1], key, x.device)
+        scale = matrix.shape[1] ** -0.5
+        y = torch.matmul(x, matrix) * scale
     of_row = y.abs().amax(-1) if y.shape[-1] > 0 else y.new_zeros(y.shape[:-1])
     heads = y.shape[-2]
     largest = rows.largest(of_row.reshape(*of_row.shape[:-1], heads_kv, heads // heads_kv).amax(-1))
     descale = torch.where(largest > 0.0, largest / _LARGEST, 1.0)
     by_row = rows.by_row(descale, heads)
-    if signs is None:
+    if key is None:
         return _to_fp8(y / by_row), descale
     # The error in the columns of x, where they have outliers: rotated back, rounded numbers and signs are exact.
-    error = x - torch.matmul(_to_fp8(y / by_row).to(torch.float32), signs.t()) * (by_row * scale)
+    error = x - torch.matmul(_to_fp8(y / by_row).to(torch.float32), matrix.t()) * (by_row * scale)
     squares = x.square()
     corrected = torch.where(squares > _OUTLIER**2 * squares.mean(-1, keepdim=True), x + error, x)
-    return _to_fp8(torch.matmul(corrected, signs) * scale / by_row), descale
+    return _to_fp8(torch.matmul(corrected, matrix) * scale / by_row), descale
 
 
 def _to_fp8(x: Tensor) -> Tensor:
     return x.clamp(-_LARGEST, _LARGEST).to(checks.FP8)
 
 
-@functools.lru_cache(maxsize=64)
-def _signs(head_dim: int, seed: int, device: torch.device) -> Tensor:
+def _key(seed: int) -> int:
+    """What the columns' numbers are hashed with, below 2^31."""
+    key: int = mix(seed & 0xFFFFFFFF) >> 1
+    return key
+
+
+def _rotation(head_dim: int, key: int, device: torch.device) -> Tensor:
     """float32 (D, D') of 1 and -1: the first D rows of a Hadamard matrix, each with a random sign."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < max(64, head_dim):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    generator = torch.Generator().manual_seed(seed)
-    signs = torch.randint(0, 2, (head_dim, 1), generator=generator) * 2.0 - 1.0
-    return (matrix[:head_dim] * signs).to(device)
+    signs: Tensor = 1.0 - 2.0 * (mix(torch.arange(head_dim, device=device) ^ key) & 1)
+    return matrix[:head_dim] * signs[:, None]
 
 
 # Attention.
@@ -341,9 +348,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, r: Request, hadamard: bool, smooth_
     rows_q, rows_k = _Rows(q, p.cu_seqlens_q, used_q), _Rows(k, p.cu_seqlens_k, used_k)
     smooth = smooth_k and p.softcap == 0.0 and p.sink is None
     mean = rows_k.mean(k) if smooth else None
-    signs = _signs(q.shape[-1], seed, q.device) if hadamard else None
-    q_fp8, q_descale = _rounded(q, rows_q, heads_kv, signs=signs)
-    k_fp8, k_descale = _rounded(k, rows_k, heads_kv, mean, signs)
+    key = _key(seed) if hadamard else None
+    q_fp8, q_descale = _rounded(q, rows_q, heads_kv, key=key)
+    k_fp8, k_descale = _rounded(k, rows_k, heads_kv, mean, key)
     v_fp8, v_descale = _rounded(v, rows_k, heads_kv)
     out, lse = forward_fp8(q_fp8, k_fp8, v_fp8, p, q_descale, k_descale, v_descale)
     out = out.to(q.dtype)

@@ -594,7 +594,7 @@ bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows
   }
   const unsigned value_tiles = grid_of(kernel, params.blocks_n, fwd.heads_kv, fwd.batch);
   launch(cuda, kernel, 0, value_tiles, 0, &params, stream);
-  launch(cuda, kernel, 1, deal_tiles(kernel, params.tma), kernel.record->smem_bytes, &params, stream);
+  launch_early(cuda, kernel, 1, deal_tiles(kernel, params.tma), kernel.record->smem_bytes, &params, stream);
   return true;
 }
 

@@ -295,10 +295,10 @@ def run_rounding(case, before=lambda: None, device="cuda", may_differ=0.01):
 
     rows = fp8._Rows(x, cu_seqlens, used)
     mean = rows.mean(x) if case.mean else None
-    signs = fp8._signs(case.head_dim, case.seed, x.device) if case.rotated else None
-    wanted, wanted_descale = fp8._rounded_in_torch(x, rows, case.heads_kv, mean, signs)
+    key = fp8._key(case.seed) if case.rotated else None
+    wanted, wanted_descale = fp8._rounded_in_torch(x, rows, case.heads_kv, mean, key)
     before()
-    found, descale = fp8._rounded(x, rows, case.heads_kv, mean, signs)
+    found, descale = fp8._rounded(x, rows, case.heads_kv, mean, key)
     if found.shape != wanted.shape or not found.is_contiguous() or found.dtype != wanted.dtype:
         return [f"x is {found.dtype} {tuple(found.shape)}, not {tuple(wanted.shape)}"]
     lines = []

@@ -202,7 +202,7 @@ def test_one_call_of_packed_sequences():
     )
     out, lse = flash_attn_varlen_fp8_func(q, k, v, *arguments, causal=True, return_lse=True)
     assert rmse(out[:38], exact[:38]) < 0.06
-    assert (lse - exact_lse)[:, :38].abs().max() < 0.1
+    assert (lse - exact_lse)[:, :38].abs().max() < 0.2
     used = {"seqused_k": int32(17, 4, 20), "leftpad_k": int32(2, 0, 0)}
     exact = flash_attn_varlen_func(*(x.double() for x in (q, k, v)), *arguments, **used)
     k[17 + 4 : 26] = float("nan")
@@ -397,6 +397,13 @@ def test_compiles_into_one_graph():
     (q, k, v), factors = quantized(*tensors())
     compiled = torch.compile(flash_attn_func, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(q, k, v, causal=True, **factors), flash_attn_func(q, k, v, causal=True, **factors))
+
+
+def test_one_call_compiles_into_one_graph():
+    torch._dynamo.reset()
+    inputs = tensors()
+    compiled = torch.compile(flash_attn_fp8_func, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*inputs, causal=True), flash_attn_fp8_func(*inputs, causal=True))
 
 
 def test_meta_tensors():

@@ -42,9 +42,15 @@ def _hadamard(x, BLOCK_M: tl.constexpr, OUT: tl.constexpr):
 
 
 @triton.jit
-def _load_signs(pointer, columns, column_count, OUT: tl.constexpr):
-    """The rotation's first column, which is all signs: Hadamard's is all ones."""
-    return tl.load(pointer + columns * OUT, mask=columns < column_count, other=0.0)[None, :]
+def _signs(columns, key, column_count):
+    """1 or -1 by flash_attn.dropout's hash of the column's number and the key; 0 for columns of padding."""
+    x = (columns ^ key).to(tl.uint32)
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return tl.where(columns < column_count, 1.0 - 2.0 * (x & 1).to(tl.float32), 0.0)[None, :]
 
 
 @triton.jit
@@ -58,10 +64,10 @@ def _nearest(x):
 
 @triton.jit
 def _largest_kernel(
-    x_pointer, mean_pointer, signs_pointer, used_pointer, sequence_pointer, largest_pointer,
+    x_pointer, mean_pointer, used_pointer, sequence_pointer, largest_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, heads_kv, group, scale,
-    BLOCK_M: tl.constexpr, OUT: tl.constexpr,
+    tiles, row_count, column_count, heads_kv, group, key, scale,
+    ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -74,8 +80,8 @@ def _largest_kernel(
         x_pointer + batch.to(tl.int64) * stride_batch, mean_pointer, rows, columns, head, row_count, column_count,
         stride_row, stride_head, stride_column,
     )  # fmt: skip
-    if signs_pointer is not None:
-        x = _hadamard(x * _load_signs(signs_pointer, columns, column_count, OUT), BLOCK_M, OUT) * scale
+    if ROTATE:
+        x = _hadamard(x * _signs(columns, key, column_count), BLOCK_M, OUT) * scale
     of_row = tl.where(counted, tl.max(tl.abs(x), 1), 0.0)
     if sequence_pointer is not None:
         sequence = tl.load(sequence_pointer + rows, mask=counted, other=0)
@@ -86,10 +92,10 @@ def _largest_kernel(
 
 @triton.jit
 def _round_kernel(
-    x_pointer, mean_pointer, signs_pointer, sequence_pointer, descale_pointer, out_pointer,
+    x_pointer, mean_pointer, sequence_pointer, descale_pointer, out_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, heads, heads_kv, group, sequences, scale, outlier,
-    BLOCK_M: tl.constexpr, OUT: tl.constexpr,
+    tiles, row_count, column_count, heads, heads_kv, group, sequences, key, scale, outlier,
+    ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -104,9 +110,9 @@ def _round_kernel(
     else:
         descale = tl.load(descale_pointer + batch * heads_kv + head // group)
     width = column_count
-    if signs_pointer is not None:
+    if ROTATE:
         width = OUT
-        signs = _load_signs(signs_pointer, columns, column_count, OUT)
+        signs = _signs(columns, key, column_count)
         once = _nearest(_hadamard(x * signs, BLOCK_M, OUT) * scale / descale)
         # Zero signs keep the error out of the columns of padding.
         error = x - _hadamard(once, BLOCK_M, OUT) * signs * (descale * scale)
@@ -122,7 +128,7 @@ def _round_kernel(
 def rounded(
     x: Tensor,
     mean: Tensor | None,
-    signs: Tensor | None,
+    key: int | None,
     used: Tensor | None,
     sequence: Tensor | None,
     sequences: int,
@@ -131,28 +137,29 @@ def rounded(
 ) -> tuple[Tensor, Tensor]:
     """(x in FP8, descale (B, Hk)) of ``x`` (B, S, H, D), or packed (1, T, H, D) with the ``sequence`` of each row.
 
-    ``mean`` (H, D) is taken off first, then ``signs`` (D, D') rotates; ``used``: bool (B, S), rows that count;
-    ``outlier``: the square of how many times the root mean square of its row an outlier has.
+    ``mean`` (H, D) is taken off first, then ``key``'s signs and Hadamard's matrix rotate; ``used``: bool (B, S), rows
+    that count; ``outlier``: the square of how many times the root mean square of its row an outlier has.
     """
     batch, rows, heads, head_dim = x.shape
-    out_dim = head_dim if signs is None else signs.shape[1]
+    columns = triton.next_power_of_2(head_dim) if key is None else max(64, triton.next_power_of_2(head_dim))
+    out_dim = head_dim if key is None else columns
     out = torch.empty((batch, rows, heads, out_dim), dtype=torch.float8_e4m3fn, device=x.device)
     largest = torch.zeros(sequences + 1, heads_kv, device=x.device)  # one more, for rows of no sequence
-    columns = triton.next_power_of_2(head_dim) if signs is None else out_dim
     block_m = max(1, 8192 // columns)
     tiles = triton.cdiv(rows, block_m)
-    constants = {"BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
+    constants = {"ROTATE": key is not None, "BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
+    key = 0 if key is None else key
     scale = out_dim**-0.5
     grid = (batch * tiles, heads)
     if x.numel() > 0:
         _largest_kernel[grid](
-            x, mean, signs, used, sequence, largest, *x.stride(), tiles, rows, head_dim, heads_kv, heads // heads_kv,
+            x, mean, used, sequence, largest, *x.stride(), tiles, rows, head_dim, heads_kv, heads // heads_kv, key,
             scale, **constants,
         )  # fmt: skip
     descale = torch.where(largest > 0.0, largest / 448.0, 1.0)[:sequences]
     if x.numel() > 0 and sequences > 0:
         _round_kernel[grid](
-            x, mean, signs, sequence, descale, out, *x.stride(), tiles, rows, head_dim, heads, heads_kv,
-            heads // heads_kv, sequences, scale, outlier, **constants,
+            x, mean, sequence, descale, out, *x.stride(), tiles, rows, head_dim, heads, heads_kv, heads // heads_kv,
+            sequences, key, scale, outlier, **constants,
         )  # fmt: skip
     return out, descale
