@@ -153,6 +153,7 @@ def flash_attn_qkvpacked_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
+            sm_margin=sm_margin,
         )
     if qkv.dim() == 4 and num_heads_q is not None and (qkv.shape[2] - num_heads_q) % 2 == 0:
         first_v = (qkv.shape[2] + num_heads_q) // 2
@@ -175,6 +176,7 @@ def flash_attn_qkvpacked_func(
         attention_chunk=attention_chunk,
         softcap=softcap,
         deterministic=deterministic,
+        sm_margin=sm_margin,
         return_attn_probs=return_attn_probs,
     )
 

@@ -66,11 +66,12 @@ struct FwdParams {
 };
 
 // flash_fwd of the sm90 family: tensor maps (CUtensorMap, 128 bytes) of q, k and v as (D, S, H, B), or (D, T, H, 1) if
-// packed; boxes of 64 columns by block_m or block_n rows, 128-byte swizzle, zeros outside. The grid is at most one block an
-// SM; the batch * heads * blocks_m tiles are dealt to them in rounds.
+// packed; boxes of 64 columns by 64 rows of q or block_n of k and v, 128-byte swizzle, zeros outside. The grid is at most one
+// block an SM, each of which takes tiles of block_m queries until there are none.
 struct FwdTmaParams {
   FwdParams fwd;
-  int heads_per_group;  // (batch, head) pairs whose K and V fit into L2 together
+  int heads_per_group;  // (batch, head) pairs that come together, the longest tiles of all first
+  int* next_tile;       // 0 at the launch: thread blocks take the tiles as they come; null: each has its share
   alignas(64) unsigned char q_map[128];
   alignas(64) unsigned char k_map[128];
   alignas(64) unsigned char v_map[128];

@@ -24,7 +24,7 @@ define(
     "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, "
     "Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, "
-    "int window_right, int attention_chunk, float softcap) -> (Tensor out, Tensor lse)"
+    "int window_right, int attention_chunk, float softcap, int sm_margin) -> (Tensor out, Tensor lse)"
 )
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 

@@ -41,7 +41,7 @@ _TENSORS = "Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state, "
 # Lengths are SymInt so that a graph compiled with dynamic shapes serves all of them; the kernels are given an int.
 _VALUES = (
     "SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, "
-    "int attention_chunk, float softcap, float dropout_p"
+    "int attention_chunk, float softcap, float dropout_p, int sm_margin"
 )
 
 # q (B, Sq, H, D) or packed (T, H, D); out, contiguous, and lse (B, H, Sq) or packed (H, T). block_table is for kernels

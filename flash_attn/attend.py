@@ -67,6 +67,7 @@ class Request(NamedTuple):
     q_descale: Tensor | None = None
     k_descale: Tensor | None = None
     v_descale: Tensor | None = None
+    sm_margin: int = 0
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
@@ -205,6 +206,7 @@ def problem_of(q: Tensor, k_shape: Sequence[int], r: Request) -> Problem:
         attention_chunk=checks.attention_chunk_of(r.attention_chunk),
         softcap=float(r.softcap),
         dropout_p=float(r.dropout_p),
+        sm_margin=checks.sm_margin_of(r.sm_margin),
     )
 
 
@@ -228,6 +230,7 @@ def _is_plain(q: Tensor, v: Tensor, p: Problem) -> bool:
         and p.window_right == NO_WINDOW
         and p.attention_chunk == 0
         and p.softcap == 0.0
+        and p.sm_margin == 0
         and q.shape[-1] == v.shape[-1]
         and p.cu_seqlens_q is p.cu_seqlens_k is p.seqused_q is p.seqused_k is p.leftpad_k is None
         and p.alibi_slopes is p.sink is p.rng_state is None

@@ -38,6 +38,7 @@ __all__ = [
     "scale_of",
     "sink_of",
     "sizes",
+    "sm_margin_of",
     "tensor_of",
     "window_of",
 ]
@@ -231,6 +232,12 @@ def attention_chunk_of(attention_chunk: int | None) -> int:
     if not isinstance(attention_chunk, (int, torch.SymInt)) or attention_chunk < 0:
         raise ArgumentError(f"attention_chunk must be 0 (none) or a positive integer, got {attention_chunk}.")
     return 0 if attention_chunk >= _FAR else attention_chunk
+
+
+def sm_margin_of(sm_margin: int) -> int:
+    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int) or not 0 <= sm_margin < _FAR:
+        raise ArgumentError(f"sm_margin must be a number of multiprocessors to leave free, got {sm_margin!r}.")
+    return sm_margin
 
 
 def length_of(name: str, x: Any) -> int:

@@ -100,7 +100,9 @@ def flash_attn_func(
         leftpad_k: int32 (B,), how many keys at the beginning of each sequence do not count, as if they were not there.
         q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone (see below): what the elements of each
             sequence and KV head (of q: the H // Hk heads that attend with it) are multiplied by. None: 1.
-        num_splits, pack_gqa, sm_margin: hints of other implementations: accepted, and without any effect.
+        sm_margin: multiprocessors to leave free for kernels of other streams, such as a collective's. The forward on
+            GPUs of compute capability 9.0 does, down to one; others take no notice.
+        num_splits, pack_gqa: hints of other implementations: accepted, and without any effect.
 
     Returns:
         out, contiguous (B, Sq, H, Dv) in q's dtype. With ``return_lse`` (out, softmax_lse): softmax_lse is the natural
@@ -135,6 +137,7 @@ def flash_attn_func(
         and q_descale is None
         and k_descale is None
         and v_descale is None
+        and sm_margin == 0
     )
     if plain:
         try:
@@ -180,6 +183,7 @@ def flash_attn_func(
             q_descale=q_descale,
             k_descale=k_descale,
             v_descale=v_descale,
+            sm_margin=sm_margin,
         )
         return attend(q, k, v, request)
 
@@ -223,6 +227,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    sm_margin: int = 0,
 ) -> Result:
     """:func:`flash_attn_func` of q, k and v in one tensor, whose gradient is written as one tensor too.
 
@@ -246,6 +251,7 @@ def flash_attn_qkvpacked_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        sm_margin=sm_margin,
     )
     return attend_packed(None, qkv, request)
 
@@ -383,6 +389,7 @@ def flash_attn_varlen_func(
         q_descale=q_descale,
         k_descale=k_descale,
         v_descale=v_descale,
+        sm_margin=sm_margin,
     )
     return attend(q, k, v, request)
 

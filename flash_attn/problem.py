@@ -27,6 +27,7 @@ class Problem(NamedTuple):
     window_left, window_right: NO_WINDOW or a number of keys; causal makes the right one 0 at most.
     attention_chunk: 0, or the size of the chunks that positions are cut into.
     softcap: 0.0 or positive.
+    sm_margin: multiprocessors that a forward kernel that fills the GPU by one block each leaves free.
     """
 
     cu_seqlens_q: Tensor | None = None
@@ -46,6 +47,7 @@ class Problem(NamedTuple):
     attention_chunk: int = 0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    sm_margin: int = 0
 
     def batch(self, q: Tensor) -> int:
         return q.shape[0] if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1

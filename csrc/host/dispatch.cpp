@@ -56,7 +56,7 @@ struct Device {
   DeviceFacts facts;
   CUcontext primary;
   LoadedKernel* loaded;  // guarded by resolve_mutex
-  KernelSlot slots[kOps][kDtypes][kMasks][2][kHeadDimSlots];
+  KernelSlot slots[kOps][kDtypes][kMasks][kPreferences][kHeadDimSlots];
 };
 
 std::atomic<Device*> devices[kMaxDevices];
@@ -64,7 +64,7 @@ std::mutex resolve_mutex;
 
 KernelSlot& slot_of(Device& device, const KernelQuery& query) {
   return device.slots[static_cast<int>(query.op)][static_cast<int>(query.dtype)][static_cast<int>(query.mask)]
-                     [query.every_feature ? 1 : 0][query.head_dim / kHeadDimStep - 1];
+                     [static_cast<int>(query.preference)][query.head_dim / kHeadDimStep - 1];
 }
 
 struct Key {
@@ -142,15 +142,16 @@ struct Choice {
   int image_count;
 };
 
-// The smallest head dim that holds the query's, in the fastest family that has it for this GPU.
+// The smallest head dim that holds the query's, in the preferred family of those that have it for this GPU.
 Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts& gpu) {
   if (query.dtype == Dtype::e4m3 && gpu.capability() != kFp8Capability) {
     fail("FP8 attention needs a GPU of compute capability %d.%d; %s (device %d) has %d.%d. Use float16 or bfloat16.",
          kFp8Capability / 10, kFp8Capability % 10, gpu.name, gpu.ordinal, gpu.major, gpu.minor);
   }
   const int forced = forced_family_of(query);
+  const bool backwards = query.preference == Preference::latency && forced < 0;
   Choice best = {};
-  int best_family = kFamilyCount;
+  int best_rank = kFamilyCount;
   bool key_exists = false;
   KernelGroup without_arch = {};
   for (uint32_t i = 0; i < set.size();) {
@@ -163,7 +164,7 @@ Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts&
       ++family;
     }
     if (family == kFamilyCount || (forced >= 0 && family != forced && family != kFamilyCount - 1)) continue;
-    if (query.every_feature && family != kFamilyCount - 1) continue;
+    if (query.preference == Preference::every_feature && family != kFamilyCount - 1) continue;
     Choice found;
     found.group = group;
     found.image_count = usable_records(set, group, gpu.capability(), found.images, kMaxImages);
@@ -172,11 +173,12 @@ Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts&
       key_exists = true;
       continue;
     }
+    const int rank = backwards ? kFamilyCount - 1 - family : family;
     const bool first = best.image_count == 0;
     const uint32_t best_head_dim = first ? 0 : best.images[0]->head_dim;
-    if (first || record.head_dim < best_head_dim || (record.head_dim == best_head_dim && family < best_family)) {
+    if (first || record.head_dim < best_head_dim || (record.head_dim == best_head_dim && rank < best_rank)) {
       best = found;
-      best_family = family;
+      best_rank = rank;
     }
   }
   if (best.image_count > 0) return best;
@@ -276,6 +278,7 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   kernel.dtype = query.dtype;
   kernel.context = device.primary;
   kernel.multiprocessors = gpu.multiprocessors;
+  kernel.masked = query.mask != Mask::full;
   kernel.tensor_maps = (query.op == Op::fwd || query.op == Op::bwd) && strncmp(record->key + 3, "-sm90-", 6) == 0;
   // ptx::wait_on_dependencies is nothing in code for less than 9.0.
   kernel.waits = cuda.overlaps_launches && atoi(record->arch) >= 90;
@@ -350,7 +353,7 @@ Text wanted_families(bool every_feature, int forced) {
 
 const KernelSet& compile(const Driver& cuda, const KernelQuery& query, const DeviceFacts& gpu,
                          const MissingKernel& missing) {
-  const Text families = wanted_families(query.every_feature, forced_family_of(query));
+  const Text families = wanted_families(query.preference == Preference::every_feature, forced_family_of(query));
   flash_attn_compile_request request = {};
   request.op = kOpNames[static_cast<int>(query.op)];
   request.dtype = kDtypeNames[static_cast<int>(query.dtype)];
@@ -449,8 +452,6 @@ const Kernel& resolve(const KernelQuery& query) {
   return resolve_and_load(query);
 }
 
-bool family_is_forced() { return forced_family() >= 0; }
-
 Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreModifiers* modifiers) {
   if (!(request.dropout_p >= 0 && request.dropout_p < 1)) {
     fail("dropout_p is %g; it must be at least 0 and below 1.", request.dropout_p);
@@ -521,8 +522,9 @@ bool encode_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, co
 
 bool encode_q_map(const Driver& cuda, unsigned char* map, const Kernel& kernel, const FwdParams& fwd) {
   const int64_t batch = fwd.sequences.cu_seqlens_q != nullptr ? 1 : fwd.batch;
-  return encode_map(cuda, map, kernel, fwd.q, fwd.q_stride, fwd.head_dim, fwd.lse_head_stride, fwd.heads, batch,
-                    kernel.record->block_m);
+  // Each warpgroup's rows are fetched alone, but for those of FP8 kernels.
+  const unsigned rows = kernel.dtype == Dtype::e4m3 ? kernel.record->block_m : 64;
+  return encode_map(cuda, map, kernel, fwd.q, fwd.q_stride, fwd.head_dim, fwd.lse_head_stride, fwd.heads, batch, rows);
 }
 
 // Of k or v.
@@ -532,18 +534,21 @@ bool encode_keys_map(const Driver& cuda, unsigned char* map, const Kernel& kerne
   return encode_map(cuda, map, kernel, data, stride, head_dim, key_rows, fwd.heads_kv, batch, kernel.record->block_n);
 }
 
-// The grid of a persistent kernel: its tiles are dealt to at most one block a multiprocessor. Sets heads_per_group.
-unsigned deal_tiles(const Kernel& kernel, FwdTmaParams& params) {
-  // Measured on an H200: long sequences gain by the longest tiles of all heads first, short ones by one head at a time.
-  constexpr int kManyBlocks = 64;
-  const FwdParams& fwd = params.fwd;
-  params.heads_per_group = fwd.blocks_m >= kManyBlocks ? fwd.batch * fwd.heads : 1;
+// The grid of a kernel that deals out its tiles itself: at most one block a multiprocessor.
+unsigned persistent_grid(const Kernel& kernel, const FwdParams& fwd, int64_t sm_margin) {
   const unsigned tiles = grid_of(kernel, fwd.blocks_m, fwd.heads, fwd.batch);
-  const unsigned multiprocessors = static_cast<unsigned>(kernel.multiprocessors);
+  const int64_t left = kernel.multiprocessors - sm_margin;
+  const unsigned multiprocessors = left > 1 ? static_cast<unsigned>(left) : 1;
   return tiles < multiprocessors ? tiles : multiprocessors;
 }
 
-bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& fwd, int64_t key_rows, CUstream stream) {
+// Whether sequences have different lengths, so that their tiles do.
+bool lengths_vary(const FwdParams& fwd) {
+  return fwd.sequences.cu_seqlens_q != nullptr || fwd.sequences.seqused_q != nullptr;
+}
+
+bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& fwd, int64_t key_rows,
+                    const TileOptions& options, CUstream stream) {
   if (key_rows == 0) return false;  // an empty tensor has no map
   FwdTmaParams params;
   params.fwd = fwd;
@@ -552,17 +557,36 @@ bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& f
       !encode_keys_map(cuda, params.v_map, kernel, fwd, fwd.v, fwd.v_stride, fwd.head_dim_v, key_rows)) {
     return false;
   }
-  launch(cuda, kernel, 0, deal_tiles(kernel, params), kernel.record->smem_bytes, &params, stream);
+  // Measured on an H200: the longest tiles of 32 heads first. One head after another where no tile is longer than others,
+  // or without a counter.
+  constexpr int kHeadsOfAGroup = 32;
+  params.heads_per_group = options.counter != nullptr && kernel.masked ? kHeadsOfAGroup : 1;
+  params.next_tile = options.counter;
+  const unsigned grid = persistent_grid(kernel, fwd, options.sm_margin);
+  if (options.counter != nullptr && grid > 0) {
+    const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(options.counter);
+    check(cuda, cuda.cuMemsetD32Async(address, 0, 1, stream), "clearing the counter of tiles");
+  }
+  launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
   return true;
 }
 
 }  // namespace
 
-bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, CUstream stream) {
+bool wants_tile_counter(const Kernel& kernel, const FwdParams& params) {
+  if (!kernel.tensor_maps || kernel.dtype == Dtype::e4m3) return false;
+  // Measured on an H200: of short sequences of one length, each thread block's share is as good, and has no memory to clear.
+  constexpr int64_t kShort = 16;
+  const int64_t blocks = blocks_of(params.seqlen_q, kernel.record->block_m);
+  if (!lengths_vary(params) && !(kernel.masked && blocks >= kShort)) return false;
+  return grid_of(kernel, blocks, params.heads, params.batch) > static_cast<unsigned>(kernel.multiprocessors);
+}
+
+bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, const TileOptions& options, CUstream stream) {
   const Driver& cuda = driver();
   complete(kernel, params);
   const CurrentContext current(cuda, kernel.context);
-  if (kernel.tensor_maps) return launch_fwd_tma(cuda, kernel, params, key_rows, stream);
+  if (kernel.tensor_maps) return launch_fwd_tma(cuda, kernel, params, key_rows, options, stream);
   const unsigned grid = grid_of(kernel, params.blocks_m, params.heads, params.batch);
   launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
   return true;
@@ -581,7 +605,7 @@ int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_ro
   return tiles * block_n * kernel.record->head_dim;
 }
 
-bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, CUstream stream) {
+bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, int64_t sm_margin, CUstream stream) {
   const Driver& cuda = driver();
   FwdParams& fwd = params.tma.fwd;
   complete(kernel, fwd);
@@ -594,7 +618,11 @@ bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows
   }
   const unsigned value_tiles = grid_of(kernel, params.blocks_n, fwd.heads_kv, fwd.batch);
   launch(cuda, kernel, 0, value_tiles, 0, &params, stream);
-  launch_early(cuda, kernel, 1, deal_tiles(kernel, params.tma), kernel.record->smem_bytes, &params, stream);
+  // Measured on an H200: long sequences gain by the longest tiles of all heads first, short ones by one head at a time.
+  constexpr int kManyBlocks = 64;
+  params.tma.heads_per_group = fwd.blocks_m >= kManyBlocks ? fwd.batch * fwd.heads : 1;
+  params.tma.next_tile = nullptr;  // dealt in rounds
+  launch_early(cuda, kernel, 1, persistent_grid(kernel, fwd, sm_margin), kernel.record->smem_bytes, &params, stream);
   return true;
 }
 

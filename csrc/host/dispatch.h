@@ -26,13 +26,19 @@ constexpr int kHeadDimStep = 8;
 // Lengths are below this: they are held in ints in the kernels, where positions of queries and keys are added.
 constexpr int64_t kMaxSeqlen = int64_t{1} << 30;
 
+// Of the families that can run on the device, which one to take: the fastest on large problems; the one that costs the
+// host and the start of a kernel least, of no account where FLASH_ATTN_FAMILY is set; or the one that alone has ALiBi,
+// dropout and any strides.
+enum class Preference { throughput, latency, every_feature };
+constexpr int kPreferences = 3;
+
 struct KernelQuery {
   Op op;
   Dtype dtype;
   Mask mask;
   int head_dim;  // the caller's, a multiple of kHeadDimStep in 8..kMaxHeadDim
   int device;    // ordinal
-  bool every_feature;  // only the family that has ALiBi, dropout and any strides will do
+  Preference preference;
 };
 
 // A kernel loaded on one device. Never unloaded.
@@ -44,14 +50,12 @@ struct Kernel {
   int multiprocessors;
   bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams or BwdTmaParams
   bool waits;        // its code waits for the launch before it where it has to, so that it may begin during that one
+  bool masked;       // of a mask kind that makes some tiles longer than others
 };
 
-// The kernel with the smallest head dim that holds the query's, of the fastest family that can run on the device. Loads
+// The kernel with the smallest head dim that holds the query's, of the preferred family that can run on the device. Loads
 // it at its first use on a device, also while a stream is being captured. Safe from several threads.
 const Kernel& resolve(const KernelQuery& query);
-
-// Whether FLASH_ATTN_FAMILY is set: then no choice of family is to be made for speed.
-bool family_is_forced();
 
 // What a caller asks of the scores besides scaling, in the words of the Python API.
 struct ScoreRequest {
@@ -68,17 +72,26 @@ struct ScoreRequest {
 // dropout_p is not in [0, 1).
 Mask choose_mask(const ScoreRequest& request, int seqlen_q, int seqlen_k, ScoreModifiers* modifiers);
 
+// How a kernel that deals out its tiles itself does so; of no account to others.
+struct TileOptions {
+  int64_t sm_margin = 0;    // multiprocessors that are left to other kernels; one works whatever it is
+  int* counter = nullptr;   // in device memory, of any value: thread blocks take the tiles as they come
+};
+
+// Whether a launch with these params is faster with a TileOptions::counter. As launch_fwd.
+bool wants_tile_counter(const Kernel& kernel, const FwdParams& params);
+
 // Launches flash_fwd. The caller has set pointers, strides, batch, heads, heads_kv, seqlen_q, seqlen_k, head dims and
 // scale, and what applies of sequences and modifiers; the rest is set here. `key_rows`: rows of the k tensor. False, and
 // nothing launched, where the kernel works by tensor maps and these strides cannot be put into one.
-bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, CUstream stream);
+bool launch_fwd(const Kernel& kernel, FwdParams& params, int64_t key_rows, const TileOptions& options, CUstream stream);
 
 // Bytes that flash_transpose_v writes V to. Sets params.blocks_n and params.v_tiles_of_head; the caller has set what
 // launch_fwd asks for. `key_rows`: rows of the k tensor.
 int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows);
 
 // Launches flash_transpose_v and flash_fwd of dtype e4m3. As launch_fwd; the factors and v_tiles are set too.
-bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, CUstream stream);
+bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, int64_t sm_margin, CUstream stream);
 
 // Sets `count` floats to minus infinity: the log-sum-exp of rows that no kernel writes.
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream);

@@ -7,16 +7,16 @@
 //   fwd_general(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q,
 //       Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state,
 //       SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,
-//       int attention_chunk, float softcap, float dropout_p) -> (Tensor out, Tensor lse)
+//       int attention_chunk, float softcap, float dropout_p, int sm_margin) -> (Tensor out, Tensor lse)
 //   bwd_general(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor(a!) dq,
 //       Tensor(b!) dk, Tensor(c!) dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,
 //       Tensor? leftpad_k, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state, SymInt max_seqlen_q,
 //       SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk,
-//       float softcap, float dropout_p, bool deterministic) -> ()
+//       float softcap, float dropout_p, int sm_margin, bool deterministic) -> ()
 //   fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, Tensor? cu_seqlens_q,
 //       Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, Tensor? sink, SymInt max_seqlen_q,
 //       SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk,
-//       float softcap) -> (Tensor out, Tensor lse)
+//       float softcap, int sm_margin) -> (Tensor out, Tensor lse)
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
 // dtype, fp16 or bf16; of fwd_fp8, q, k and v are e4m3, out is bf16, and descales are fp32 (B, Hk). lse and dlse are fp32
 // (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
@@ -42,6 +42,7 @@ struct Options {
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;  // of packed sequences
   double softmax_scale = 0;
   ScoreRequest scores;
+  int64_t sm_margin = 0;
 
   void read(Arguments& arguments, bool has_block_table) {
     cu_seqlens_q = arguments.optional_tensor();
@@ -62,6 +63,7 @@ struct Options {
     scores.chunk = arguments.integer();
     scores.softcap = arguments.real();
     scores.dropout_p = arguments.real();
+    sm_margin = arguments.integer();
   }
 };
 
@@ -70,6 +72,7 @@ struct Problem {
   Rows q, k, v;
   int64_t batch, seqlen_q, seqlen_k;  // lengths: the longest
   double softmax_scale;
+  int64_t sm_margin = 0;
   Mask mask;
   Sequences sequences = {};
   ScoreModifiers modifiers = {};
@@ -172,6 +175,7 @@ void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.seqlen_q = longest("max_seqlen_q", options.max_seqlen_q, p.q);
   p.seqlen_k = longest("max_seqlen_k", options.max_seqlen_k, p.k);
   p.softmax_scale = options.softmax_scale;
+  p.sm_margin = options.sm_margin;
   check_problem(p, fp8);
 
   p.sequences.cu_seqlens_q = read_numbers("cu_seqlens_q", options.cu_seqlens_q, p.q.argument, p.batch + 1);
@@ -186,9 +190,9 @@ void read_general(Problem& p, const Tensor& q, const Tensor& k, const Tensor& v,
   p.clear_keys = options.seqused_k || options.leftpad_k || p.batch == 0 || p.seqlen_k == 0;
 }
 
-const Kernel& kernel_for(Op op, const Problem& p, bool every_feature) {
+const Kernel& kernel_for(Op op, const Problem& p, Preference preference) {
   KernelQuery query;
-  query.every_feature = every_feature;
+  query.preference = preference;
   query.op = op;
   query.dtype = p.dtype() == constants().bf16 ? Dtype::bf16 : p.dtype() == constants().fp16 ? Dtype::fp16 : Dtype::e4m3;
   query.mask = p.mask;
@@ -197,12 +201,11 @@ const Kernel& kernel_for(Op op, const Problem& p, bool every_feature) {
   return resolve(query);
 }
 
-// Whether the problem is for the family that lacks nothing.
-bool needs_every_feature(const Problem& p) {
-  // Tensor maps cost the host more than the faster kernel saves on so few scores.
+Preference preference_of(const Problem& p) {
+  if (p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr) return Preference::every_feature;
+  // Measured on an H200: with fewer scores, the faster kernel saves less than tensor maps cost the host and the start.
   constexpr int64_t kFewScores = int64_t{1} << 21;
-  return p.modifiers.alibi_slopes != nullptr || p.modifiers.rng_state != nullptr ||
-         (p.batch * p.heads() * p.seqlen_q * p.seqlen_k < kFewScores && !family_is_forced());
+  return p.batch * p.heads() * p.seqlen_q * p.seqlen_k < kFewScores ? Preference::latency : Preference::throughput;
 }
 
 template <typename Params>
@@ -267,14 +270,22 @@ void set_inputs(FwdParams& params, const Input& q, const Input& k, const Input& 
 void forward(const Problem& p, StableIValue* stack) {
   Results results(p, p.dtype());
   if (results.lse_count > 0) {
-    const Kernel& kernel = kernel_for(Op::fwd, p, needs_every_feature(p));
+    const Kernel& kernel = kernel_for(Op::fwd, p, preference_of(p));
     const Input q(p.q), k(p.k), v(p.v);
     const CUstream stream = current_stream(p.device());
     FwdParams params;
     results.set(params, p, kernel, stream);
     set_inputs(params, q, k, v);
-    if (!launch_fwd(kernel, params, p.k.sizes[1], stream)) {
-      launch_fwd(kernel_for(Op::fwd, p, true), params, p.k.sizes[1], stream);
+    TileOptions tiles;
+    tiles.sm_margin = p.sm_margin;
+    Tensor counter;  // freed right after the launch: the allocator hands memory on in stream order
+    if (wants_tile_counter(kernel, params)) {
+      const int64_t one[1] = {1};
+      counter = empty(one, 1, constants().int32, p.device());
+      tiles.counter = static_cast<int*>(data_of(counter));
+    }
+    if (!launch_fwd(kernel, params, p.k.sizes[1], tiles, stream)) {
+      launch_fwd(kernel_for(Op::fwd, p, Preference::every_feature), params, p.k.sizes[1], tiles, stream);
     }
   }
   results.give(stack);
@@ -288,7 +299,7 @@ struct Descales {
 void forward_fp8(const Problem& p, const Descales& descales, StableIValue* stack) {
   Results results(p, constants().bf16);
   if (results.lse_count > 0) {
-    const Kernel& kernel = kernel_for(Op::fwd, p, false);
+    const Kernel& kernel = kernel_for(Op::fwd, p, Preference::throughput);
     Input q(p.q), k(p.k);
     const Input v(p.v);
     const CUstream stream = current_stream(p.device());
@@ -303,12 +314,12 @@ void forward_fp8(const Problem& p, const Descales& descales, StableIValue* stack
     const int64_t workspace_size[1] = {fp8_workspace(kernel, params, p.k.sizes[1])};
     const Tensor workspace = empty(workspace_size, 1, constants().e4m3, p.device());
     params.v_tiles = data_of(workspace);
-    if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], stream)) {
+    if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], p.sm_margin, stream)) {
       // Strides that have no tensor map, such as those of an expanded tensor. No other family has FP8.
       q.copy(p.q);
       k.copy(p.k);
       set_inputs(fwd, q, k, v);
-      if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], stream)) fail("q and k cannot be put into tensor maps.");
+      if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], p.sm_margin, stream)) fail("q and k cannot be put into tensor maps.");
     }
   }
   results.give(stack);
@@ -383,7 +394,7 @@ void backward(const Problem& p, const Gradients& g, Output& dq, Output& dk, Outp
     return launch_bwd(kernel, params, workspace, static_cast<float*>(data_of(buffer)), p.k.sizes[1],
                       current_stream(p.device()));
   };
-  if (!launch(kernel_for(Op::bwd, p, needs_every_feature(p)))) launch(kernel_for(Op::bwd, p, true));
+  if (!launch(kernel_for(Op::bwd, p, preference_of(p)))) launch(kernel_for(Op::bwd, p, Preference::every_feature));
 }
 
 // ---- The operators. The stack's inputs are ours to free; torch reads the outputs from the same slots. ----
@@ -438,6 +449,7 @@ void fwd_fp8(StableIValue* stack, uint64_t, uint64_t) {
   options.scores.window_right = arguments.integer();
   options.scores.chunk = arguments.integer();
   options.scores.softcap = arguments.real();
+  options.sm_margin = arguments.integer();
 
   Problem problem;
   read_general(problem, q, k, v, options, true);

@@ -141,7 +141,7 @@ def general_arguments(softcap=0.0, dropout_p=0.0):
     sink = torch.randn(4).requires_grad_()
     rng_state = torch.tensor([2**40 + 7, 3]) if dropout_p else None
     tensors = (None, None, *numbers.values(), torch.rand(2, 4), sink, rng_state)
-    return (*tensors, 193, 193, 0.25, True, 50, -1, 100, softcap, dropout_p)
+    return (*tensors, 193, 193, 0.25, True, 50, -1, 100, softcap, dropout_p, 3)
 
 
 @pytest.mark.parametrize("arguments", [general_arguments(softcap=5.0), general_arguments(dropout_p=0.3)])
@@ -167,7 +167,8 @@ def test_opcheck_of_every_feature(arguments):
 def test_opcheck_of_packed_sequences():
     q, k, v = (x.detach()[0].requires_grad_() for x in tensors())
     bounds = int32(0, 100, 193)
-    arguments = (bounds, bounds, *general_arguments()[2:5], None, None, None, 100, 100, 0.25, True, -1, -1, 0, 0.0, 0.0)
+    values = (100, 100, 0.25, True, -1, -1, 0, 0.0, 0.0, 0)
+    arguments = (bounds, bounds, *general_arguments()[2:5], None, None, None, *values)
     torch.library.opcheck(_ops_general.ATTENTION_GENERAL, (q, k, v, *arguments, False))
 
 

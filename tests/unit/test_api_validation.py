@@ -58,6 +58,8 @@ BAD_VALUES = [
     (ValueError, {"window_size": (1, 2, 3)}, r"^window_size must be two integers.*\(1, 2, 3\)"),
     (ValueError, {"window_size": None}, r"^window_size must be two integers.*None"),
     (ValueError, {"window_size": (1.5, 0)}, r"^window_size must be two integers.*1\.5"),
+    (ValueError, {"sm_margin": -1}, r"^sm_margin must be a number of multiprocessors to leave free, got -1"),
+    (ValueError, {"sm_margin": 1.5}, r"^sm_margin must be .*, got 1.5"),
     (ValueError, {"attention_chunk": -1}, r"^attention_chunk must be 0 \(none\) or a positive integer, got -1"),
     (ArgumentError, {"alibi_slopes": 0.5}, r"^alibi_slopes must be a torch\.Tensor, got float"),
     (DtypeError, {"alibi_slopes": SLOPES.half()}, r"^alibi_slopes must be torch\.float32, got torch\.float16"),

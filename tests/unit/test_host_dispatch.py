@@ -266,7 +266,7 @@ def test_forward_launch(machine: Machine) -> None:
         "key": FWD, "arch": "90", "entry": "flash_fwd", "grid": str(5 * 8 * 2), "block": "128", "smem": "65536",
         "stream": "0x77", "device": "0", "batch": "2", "heads": "8", "heads_kv": "2", "group": "4",
         "seqlen_q": "300", "seqlen_k": "200", "head_dim": "128", "head_dim_v": "128", "blocks_m": "5",
-        "scale": "0.125000", "scale_log2": "0.180337", "heads_per_group": "0",
+        "scale": "0.125000", "scale_log2": "0.180337", "heads_per_group": "0", "counter": "0",
     }  # fmt: skip
 
 
@@ -658,7 +658,7 @@ def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int) -> N
     assert (launch["key"], launch["grid"], launch["block"], launch["blocks_m"]) == (TMA, str(grid), "384", "3")
     assert launch["heads_per_group"] == "1"
     q, k, v = hopper.log("map")
-    assert (q["sizes"], q["strides"], q["box"]) == (f"128,300,8,{batch}", "2048,256,614400", "64,128,1,1")
+    assert (q["sizes"], q["strides"], q["box"]) == (f"128,300,8,{batch}", "2048,256,614400", "64,64,1,1")
     assert (k["sizes"], k["strides"], k["box"]) == (f"128,200,2,{batch}", "512,256,102400", "64,32,1,1")
     assert (k, q["type"], q["rank"], q["swizzle"]) == (v, "9", "4", "3")
 
@@ -677,13 +677,56 @@ def test_backward_with_maps(hopper: Machine) -> None:
     assert (q, k, q["type"]) == (dout, v, "9")
 
 
-@pytest.mark.parametrize(("seqlen", "heads_per_group"), [(63 * 128, 1), (63 * 128 + 1, 16), (1 << 20, 16)])
-def test_long_sequences_share_heads(hopper: Machine, seqlen: int, heads_per_group: int) -> None:
-    """From 64 tiles on, the longest tiles of all heads come first; on a GPU with few multiprocessors too."""
-    hopper.environ = {"FAKE_CUDA_MULTIPROCESSORS": "78"}
-    assert hopper.run(f"fwd 0 bf16 causal 128 2 {seqlen} 200 8 2") == ["ok"]
+@pytest.mark.parametrize(
+    ("call", "counter", "heads_per_group"),
+    [
+        ("causal 128 2 1920 200 8 2", 0, 1),  # short ones of one length are shared out
+        ("causal 128 2 1921 200 8 2", 1, 32),  # long tiles and short ones: as they come, 32 heads together
+        ("general 128 2 1921 200 8 2", 1, 32),
+        ("full 128 2 1921 200 8 2", 0, 1),
+        ("causal 128 1 2048 200 8 2", 0, 1),  # a tile for each block
+        ("causal 128 20 300 200 8 2 packed 6000", 1, 32),  # lengths that vary
+        ("full 128 20 300 200 8 2 packed 6000", 1, 1),
+        ("full 128 1 300 200 8 2 packed 300", 0, 1),
+    ],
+)
+def test_tiles_as_they_come(hopper: Machine, call: str, counter: int, heads_per_group: int) -> None:
+    assert hopper.run(f"fwd 0 bf16 {call}") == ["ok"]
     [launch] = hopper.log("launch")
-    assert (launch["grid"], launch["heads_per_group"]) == ("78", str(heads_per_group))
+    assert (launch["counter"], launch["heads_per_group"]) == (str(counter), str(heads_per_group))
+    # The counter is cleared on the launch's stream, before it.
+    assert [(memset["value"], memset["count"]) for memset in hopper.log("memset")] == [("00000000", "1")] * counter
+    assert [memset["stream"] for memset in hopper.log("memset")] == [launch["stream"]] * counter
+
+
+@pytest.mark.parametrize(("margin", "grid"), [(0, 132), (8, 124), (131, 1), (132, 1), (1 << 29, 1)])
+def test_margin(hopper: Machine, margin: int, grid: int) -> None:
+    """Multiprocessors are left free, down to one that works; the other family takes no notice."""
+    call = f"fwd 0 bf16 causal 128 20 300 200 8 2 margin {margin}"
+    assert hopper.run(call) == ["ok"]
+    assert [launch["grid"] for launch in hopper.log("launch")] == [str(grid)]
+    hopper.environ = {"FLASH_ATTN_FAMILY": "sm80"}
+    assert hopper.run(call) == ["ok"]
+    assert [launch["grid"] for launch in hopper.log("launch")] == [str(20 * 8 * 5)]
+
+
+def test_margin_with_few_tiles(hopper: Machine) -> None:
+    assert hopper.run("fwd 0 bf16 causal 128 2 300 200 8 2 margin 100") == ["ok"]
+    assert [launch["grid"] for launch in hopper.log("launch")] == ["32"]
+
+
+def test_least_latency(hopper: Machine) -> None:
+    """A preference: where only the other family is built, or asked for, that one serves."""
+    call = f"fwd {CALL} latency"
+    assert hopper.run(call) == ["ok"]
+    assert [load["key"] for load in hopper.log("load")] == [FWD]
+    hopper.environ = {"FLASH_ATTN_FAMILY": "sm90"}
+    assert hopper.run(call) == ["ok"]
+    assert [load["key"] for load in hopper.log("load")] == [TMA]
+    hopper.environ = {}
+    hopper.write_kernels(archive.pack("x", fast_kernels()))
+    assert hopper.run(call) == ["ok"]
+    assert [load["key"] for load in hopper.log("load")] == [TMA]
 
 
 @pytest.mark.parametrize("call", ["0 bf16 causal 128 2 300 0 8 2", "0 bf16 causal 128 2 0 200 8 2"])

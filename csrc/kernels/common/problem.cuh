@@ -49,12 +49,10 @@ struct Mask {
   int seqlen_k;
   int left, right, chunk;
 
+  __device__ __forceinline__ Mask(int seqlen_q, int seqlen_k, const flash_attn::ScoreModifiers& m)
+      : shift(seqlen_k - seqlen_q), seqlen_k(seqlen_k), left(m.window_left), right(m.window_right), chunk(m.chunk) {}
   __device__ __forceinline__ Mask(const Sequence& sequence, const flash_attn::ScoreModifiers& m)
-      : shift(sequence.seqlen_k - sequence.seqlen_q),
-        seqlen_k(sequence.seqlen_k),
-        left(m.window_left),
-        right(m.window_right),
-        chunk(m.chunk) {}
+      : Mask(sequence.seqlen_q, sequence.seqlen_k, m) {}
 
   __device__ __forceinline__ int chunk_start(int position) const {
     const int remainder = position % chunk;

@@ -1,9 +1,13 @@
 // Attention forward for Hopper (sm_90a): O = softmax(scale Q K^T) V and the log-sum-exp of each row.
 //
-// Warp specialised (FlashAttention-3, Shah et al. 2024): one warp of a producer warpgroup fetches Q, K and V by bulk tensor
-// copies; each consumer warpgroup owns 64 query rows, multiplies by wgmma, and has its softmax run under matrix products:
-// its own P V of the block before, and those of the other consumers. (Having consumers take turns, as there, was slower on
-// every tile tried.) Persistent: tiles are dealt in rounds, the producer running ahead into the next while consumers finish.
+// Warp specialised (FlashAttention-3, Shah et al. 2024): a producer warp deals out the tiles and fetches Q, K and V by bulk
+// tensor copies; each consumer warpgroup owns 64 query rows of a tile, multiplies by wgmma, and has its softmax run under
+// matrix products: its own P V of the block before, and those of the other consumers. (Having consumers take turns, as
+// there, was slower on every tile tried.)
+//
+// Persistent, and nothing ends with a tile. The consumers of a thread block share K and V, but each has its own Q, and its
+// own key blocks: those that all its rows are masked from it lets pass. So they drift apart by as much as the ring of K and
+// V holds, and one stores its result while the others multiply; the first Q K^T of its next tile runs meanwhile.
 //
 // As in the sm80 kernel, the running maximum is lazy, and the accumulator is rescaled only when a score outgrows it. The
 // general mask kind has windows, chunks, softcap and sink here; ALiBi and dropout are the sm80 family's.
@@ -21,14 +25,15 @@ using problem::kGeneral;
 constexpr int kHeadDim = FA_HEAD_DIM;
 constexpr int kBlockM = FA_BLOCK_M;
 constexpr int kBlockN = FA_BLOCK_N;
-constexpr int kStages = FA_STAGES;
+constexpr int kStages = FA_STAGES;  // of K, and of V
+constexpr int kQueryStages = FA_Q_STAGES;
 constexpr bool kBf16 = FA_BF16;
-constexpr bool kSeparateOutput = FA_SEPARATE_OUT;  // else the output goes through the memory of Q
 
 constexpr int kConsumers = kBlockM / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
 static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
-static_assert(kStages <= 4, "Barriers");
+constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 static_assert(kThreads == FA_WARPS * 32 && kConsumers * 64 == kBlockM && kBlockN % 16 == 0);
 
 constexpr int kScores = kBlockN / 2;    // of a thread: 2 rows, kBlockN / 4 columns
@@ -38,12 +43,12 @@ constexpr float kLog2e = 1.4426950408889634074f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
 constexpr int kPanels = (kHeadDim + 63) / 64;
-constexpr int kQueryPanel = kBlockM * tile::kRowBytes;
+constexpr int kQueryPanel = 64 * tile::kRowBytes;  // of one consumer
 constexpr int kKeyPanel = kBlockN * tile::kRowBytes;
 constexpr int kQueryBytes = kPanels * kQueryPanel;
 constexpr int kKeyBytes = kPanels * kKeyPanel;
-constexpr int kBarrierBytes = 1024;
-static_assert((kSeparateOutput ? 2 : 1) * kQueryBytes + 2 * kStages * kKeyBytes + kBarrierBytes == FA_SMEM_BYTES,
+constexpr int kControlBytes = 1024;
+static_assert(kQueryStages * kConsumers * kQueryBytes + 2 * kStages * kKeyBytes + kControlBytes == FA_SMEM_BYTES,
               "kernels.toml: smem of fwd");
 
 using ScoreProduct = hopper::Wgmma<kBf16, kBlockN>;
@@ -51,118 +56,225 @@ using OutputProduct = hopper::Wgmma<kBf16, kHeadDim>;
 
 extern __shared__ __align__(1024) char shared_memory[];
 
-// Barriers, 8 bytes each.
-struct Barriers {
-  unsigned base;
-  __device__ __forceinline__ unsigned q_full() const { return base; }
-  __device__ __forceinline__ unsigned q_empty() const { return base + 8; }
-  __device__ __forceinline__ unsigned k_full(int s) const { return base + 16 + 8 * s; }
-  __device__ __forceinline__ unsigned k_empty(int s) const { return base + 48 + 8 * s; }
-  __device__ __forceinline__ unsigned v_full(int s) const { return base + 80 + 8 * s; }
-  __device__ __forceinline__ unsigned v_empty(int s) const { return base + 112 + 8 * s; }
-};
-
-// The order of the tiles: heads in groups whose K and V stay in L2; in a group the longest tiles of all heads come first.
-// Every other round is dealt in reverse, so that each thread block gets its share of long and short ones.
-struct Tile {
-  int head_index, block;
-
-  __device__ __forceinline__ Tile(const flash_attn::FwdTmaParams& p, int round) {
-    const int place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-    const int index = round * static_cast<int>(gridDim.x) + place;
-    const int total = p.fwd.batch * p.fwd.heads;
-    if (!kCausal) {
-      head_index = index / p.fwd.blocks_m;
-      block = index - head_index * p.fwd.blocks_m;
-    } else {
-      const int per_group = p.heads_per_group * p.fwd.blocks_m;
-      const int group = index / per_group;
-      const int heads = max(1, min(p.heads_per_group, total - group * p.heads_per_group));
-      const int rank = (index - group * per_group) / heads;
-      head_index = group * p.heads_per_group + (index - group * per_group) - rank * heads;
-      block = p.fwd.blocks_m - 1 - rank;
-    }
-  }
-
-  __device__ __forceinline__ bool exists(const flash_attn::FwdTmaParams& p) const {
-    return block >= 0 && head_index < p.fwd.batch * p.fwd.heads;
-  }
-};
-
-// One tile of work: kBlockM queries of a head.
+// One tile of work: up to kBlockM queries of a head.
 struct Work {
-  int batch, head, first_row;
-  problem::Sequence sequence;
-  problem::Mask mask;
-  int first, last;            // key blocks [first, last) hold visible keys
-  int full_first, full_last;  // of these, [full_first, full_last) need no mask
+  int batch;               // negative: there is no more
+  int head;
+  int first_row, end_row;  // its queries in the sequence
+  int q_row, k_row;        // where the sequence begins
+  int seqlen_q, seqlen_k;
+  int first, last;         // key blocks [first, last) hold keys that a query sees
+  int reversed;            // every other tile: the last rows, which see the most keys, are for the first consumer
 
-  __device__ __forceinline__ Work(const flash_attn::FwdParams& p, const Tile& place)
-      : batch(place.head_index / p.heads),
-        head(place.head_index - batch * p.heads),
-        first_row(place.block * kBlockM),
-        sequence(p, batch),
-        mask(sequence, p.modifiers) {
-    const int last_row = min(first_row + kBlockM, sequence.seqlen_q) - 1;
-    last = max(0, mask.last(last_row) + kBlockN) / kBlockN;
-    full_last = max(0, mask.last(first_row) + 1) / kBlockN;
-    first = kGeneral ? mask.first(first_row) / kBlockN : 0;
-    full_first = kGeneral ? (mask.first(last_row) + kBlockN - 1) / kBlockN : 0;
+  __device__ __forceinline__ int row_of(int group) const {
+    return first_row + 64 * (reversed ? kConsumers - 1 - group : group);
   }
+};
+constexpr int kWorkBytes = 48;
+constexpr int kWorks = 2;  // the tile at hand and the next: what is claimed earlier may be missed elsewhere at the end
 
-  __device__ __forceinline__ bool empty() const { return last <= first; }
+// Shared memory: Q of each stage and consumer, K, V, barriers of 8 bytes, works.
+struct Shared {
+  unsigned base;
+  static constexpr int kKeys = kQueryStages * kConsumers * kQueryBytes;
+  static constexpr int kValues = kKeys + kStages * kKeyBytes;
+  static constexpr int kQueryBarriers = kValues + kStages * kKeyBytes;
+  static constexpr int kKeyBarriers = kQueryBarriers + 16 * kQueryStages * kConsumers;
+  static constexpr int kValueBarriers = kKeyBarriers + 16 * kStages;
+  static constexpr int kWorkBarriers = kValueBarriers + 16 * kStages;
+  static constexpr int kWork = (kWorkBarriers + 16 * kWorks + 15) / 16 * 16;
+  static_assert(kWork + kWorks * kWorkBytes <= FA_SMEM_BYTES);
+
+  __device__ __forceinline__ unsigned q(int s, int group) const { return base + (s * kConsumers + group) * kQueryBytes; }
+  __device__ __forceinline__ unsigned k(int s) const { return base + kKeys + s * kKeyBytes; }
+  __device__ __forceinline__ unsigned v(int s) const { return base + kValues + s * kKeyBytes; }
+  __device__ __forceinline__ unsigned work(int s) const { return base + kWork + s * kWorkBytes; }
+
+  __device__ __forceinline__ unsigned q_full(int s, int group) const {
+    return base + kQueryBarriers + 16 * (s * kConsumers + group);
+  }
+  __device__ __forceinline__ unsigned q_empty(int s, int group) const { return q_full(s, group) + 8; }
+  __device__ __forceinline__ unsigned k_full(int s) const { return base + kKeyBarriers + 16 * s; }
+  __device__ __forceinline__ unsigned k_empty(int s) const { return k_full(s) + 8; }
+  __device__ __forceinline__ unsigned v_full(int s) const { return base + kValueBarriers + 16 * s; }
+  __device__ __forceinline__ unsigned v_empty(int s) const { return v_full(s) + 8; }
+  __device__ __forceinline__ unsigned work_full(int s) const { return base + kWorkBarriers + 16 * s; }
+  __device__ __forceinline__ unsigned work_empty(int s) const { return work_full(s) + 8; }
 };
 
-// Position in a ring of kStages buffers.
+// Position in a ring of kSize buffers.
+template <int kSize>
 struct Ring {
   int stage = 0;
   int phase = 0;
   __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
+    if (++stage == kSize) {
       stage = 0;
       phase ^= 1;
     }
   }
 };
 
-__device__ __forceinline__ void produce(const flash_attn::FwdTmaParams& p, const Barriers& barriers, unsigned shared_q,
-                                        unsigned shared_k, unsigned shared_v, int rounds) {
-  Ring k_ring, v_ring;
-  int q_phase = 0;
-  auto load_key_tile = [&](const void* map, unsigned full, unsigned dst, const Work& work, int n) {
-    hopper::barrier_expect_bytes(full, kKeyBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      hopper::load_box(dst + panel * kKeyPanel, map, full, panel * 64,
-                       static_cast<int>(work.sequence.k_row) + n * kBlockN, work.head / p.fwd.group,
-                       p.fwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch);
+__device__ __forceinline__ Work read_work(const Shared& shared, int slot) {
+  const uint4 a = ptx::load_shared_16(shared.work(slot));
+  const uint4 b = ptx::load_shared_16(shared.work(slot) + 16);
+  const uint4 c = ptx::load_shared_16(shared.work(slot) + 32);
+  return {static_cast<int>(a.x), static_cast<int>(a.y), static_cast<int>(a.z), static_cast<int>(a.w),
+          static_cast<int>(b.x), static_cast<int>(b.y), static_cast<int>(b.z), static_cast<int>(b.w),
+          static_cast<int>(c.x), static_cast<int>(c.y), static_cast<int>(c.z)};
+}
+
+// The order of the tiles. The (batch, head) pairs come in groups whose K and V stay in L2; in a group the longest tiles of
+// all pairs come first. Sequences of different lengths come one after another, each so in itself.
+struct Schedule {
+  const flash_attn::FwdTmaParams& p;
+  bool varies;          // sequences have different numbers of queries
+  int sequence = 0;     // the first of the 32 that are looked at
+  unsigned before = 0;  // tiles of those before it
+
+  __device__ __forceinline__ explicit Schedule(const flash_attn::FwdTmaParams& params)
+      : p(params),
+        varies(params.fwd.sequences.cu_seqlens_q != nullptr || params.fwd.sequences.seqused_q != nullptr) {}
+
+  // Tile `index` of `pairs` pairs with `blocks` tiles each.
+  __device__ __forceinline__ void split(int index, int pairs, int blocks, int& pair, int& block) const {
+    const int per_group = p.heads_per_group * blocks;
+    const int group = index / per_group;
+    const int members = min(p.heads_per_group, pairs - group * p.heads_per_group);
+    const int rank = (index - group * per_group) / members;
+    pair = group * p.heads_per_group + (index - group * per_group) - rank * members;
+    block = blocks - 1 - rank;
+  }
+
+  // Tile `number`, for a whole warp; numbers only grow.
+  __device__ __forceinline__ bool find(unsigned number, int lane, int& batch, int& head, int& block) {
+    const flash_attn::FwdParams& f = p.fwd;
+    if (!varies) {
+      if (number >= static_cast<unsigned>(f.batch * f.heads * f.blocks_m)) return false;
+      int pair;
+      split(static_cast<int>(number), f.batch * f.heads, f.blocks_m, pair, block);
+      batch = pair / f.heads;
+      head = pair - batch * f.heads;
+      return true;
     }
-  };
-  for (int round = 0; round < rounds; ++round) {
-    const Tile next(p, round);
-    if (!next.exists(p)) break;
-    const Work work(p.fwd, next);
-    if (work.first_row >= work.sequence.seqlen_q || work.empty()) continue;
+    for (; sequence < f.batch; sequence += 32) {
+      int blocks = 0;
+      if (sequence + lane < f.batch) {
+        blocks = (max(0, problem::Sequence(f, sequence + lane).seqlen_q) + kBlockM - 1) / kBlockM;
+      }
+      int sum = blocks;  // of this lane's sequence and those before it
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      const unsigned reached = __ballot_sync(0xffffffffu, before + sum * f.heads > number);
+      if (reached != 0) {
+        const int found = __ffs(reached) - 1;
+        blocks = __shfl_sync(0xffffffffu, blocks, found);
+        const int skipped = __shfl_sync(0xffffffffu, sum, found) - blocks;
+        split(number - before - skipped * f.heads, f.heads, blocks, head, block);
+        batch = sequence + found;
+        return true;
+      }
+      before += __shfl_sync(0xffffffffu, sum, 31) * f.heads;
+    }
+    return false;
+  }
+
+  __device__ __forceinline__ Work next(unsigned number, int reversed, int lane) {
+    Work work = {};
+    work.reversed = reversed;
+    int block;
+    if (!find(number, lane, work.batch, work.head, block)) {
+      work.batch = -1;
+      return work;
+    }
+    const problem::Sequence sequence(p.fwd, work.batch);
+    const problem::Mask mask(sequence.seqlen_q, sequence.seqlen_k, p.fwd.modifiers);
+    // Where the tiles do not divide a sequence, the first one is short: under a causal mask it has the fewest keys.
+    const int end = (sequence.seqlen_q + 63) / 64 * 64;
+    const int blocks = (sequence.seqlen_q + kBlockM - 1) / kBlockM;
+    work.end_row = end - (blocks - 1 - block) * kBlockM;
+    work.first_row = max(0, work.end_row - kBlockM);
+    work.end_row = min(work.end_row, sequence.seqlen_q);
+    work.q_row = static_cast<int>(sequence.q_row);
+    work.k_row = static_cast<int>(sequence.k_row);
+    work.seqlen_q = sequence.seqlen_q;
+    work.seqlen_k = sequence.seqlen_k;
+    work.last = max(0, mask.last(work.end_row - 1) + kBlockN) / kBlockN;
+    work.first = kGeneral ? mask.first(work.first_row) / kBlockN : 0;
+    return work;
+  }
+};
+
+// The scheduler warp: finds the tiles of this thread block and describes them to the others. In rounds, every other one in
+// reverse, so that each thread block gets its share of long and short tiles; or, with a counter, as they come.
+__device__ __forceinline__ void schedule(const flash_attn::FwdTmaParams& p, const Shared& shared, int lane) {
+  Schedule order(p);
+  Ring<kWorks> ring;
+  for (int round = 0;; ++round) {
+    hopper::barrier_wait(shared.work_empty(ring.stage), ring.phase ^ 1);
+    unsigned number = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    if (p.next_tile != nullptr) number = __shfl_sync(0xffffffffu, lane == 0 ? atomicAdd(p.next_tile, 1) : 0, 0);
+    const Work work = order.next(number, round & 1, lane);
+    if (lane == 0) {
+      const unsigned place = shared.work(ring.stage);
+      ptx::store_shared_16(place, make_uint4(work.batch, work.head, work.first_row, work.end_row));
+      ptx::store_shared_16(place + 16, make_uint4(work.q_row, work.k_row, work.seqlen_q, work.seqlen_k));
+      ptx::store_shared_16(place + 32, make_uint4(work.first, work.last, work.reversed, 0));
+      hopper::barrier_arrive(shared.work_full(ring.stage));
+    }
+    if (work.batch < 0) break;
+    ring.advance();
+  }
+}
+
+// The loading thread: fetches Q, K and V of the tiles, as far ahead of their use as there is room.
+__device__ __forceinline__ void load(const flash_attn::FwdTmaParams& p, const Shared& shared) {
+  Ring<kStages> k_ring, v_ring;
+  Ring<kQueryStages> q_ring;
+  Ring<kWorks> work_ring;
+  for (;; work_ring.advance()) {
+    hopper::barrier_wait(shared.work_full(work_ring.stage), work_ring.phase);
+    const Work work = read_work(shared, work_ring.stage);
+    hopper::barrier_arrive(shared.work_empty(work_ring.stage));
+    if (work.batch < 0) break;
+    if (work.last <= work.first) continue;
+    const int key_head = work.head / p.fwd.group;
+    const int key_batch = p.fwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
+    auto load_tile = [&](const void* map, unsigned full, unsigned dst, int n) {
+      hopper::barrier_expect_bytes(full, kKeyBytes);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        hopper::load_box(dst + panel * kKeyPanel, map, full, panel * 64, work.k_row + n * kBlockN, key_head, key_batch);
+      }
+    };
     auto load_k = [&](int n) {
-      hopper::barrier_wait(barriers.k_empty(k_ring.stage), k_ring.phase ^ 1);
-      load_key_tile(p.k_map, barriers.k_full(k_ring.stage), shared_k + k_ring.stage * kKeyBytes, work, n);
+      hopper::barrier_wait(shared.k_empty(k_ring.stage), k_ring.phase ^ 1);
+      load_tile(p.k_map, shared.k_full(k_ring.stage), shared.k(k_ring.stage), n);
       k_ring.advance();
     };
     auto load_v = [&](int n) {
-      hopper::barrier_wait(barriers.v_empty(v_ring.stage), v_ring.phase ^ 1);
-      load_key_tile(p.v_map, barriers.v_full(v_ring.stage), shared_v + v_ring.stage * kKeyBytes, work, n);
+      hopper::barrier_wait(shared.v_empty(v_ring.stage), v_ring.phase ^ 1);
+      load_tile(p.v_map, shared.v_full(v_ring.stage), shared.v(v_ring.stage), n);
       v_ring.advance();
     };
     load_k(work.last - 1);
-    hopper::barrier_wait(barriers.q_empty(), q_phase ^ 1);
-    hopper::barrier_expect_bytes(barriers.q_full(), kQueryBytes);
+#pragma unroll 1
+    for (int group = 0; group < kConsumers; ++group) {
+      const unsigned full = shared.q_full(q_ring.stage, group);
+      hopper::barrier_wait(shared.q_empty(q_ring.stage, group), q_ring.phase ^ 1);
+      hopper::barrier_expect_bytes(full, kQueryBytes);
 #pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      hopper::load_box(shared_q + panel * kQueryPanel, p.q_map, barriers.q_full(), panel * 64,
-                       static_cast<int>(work.sequence.q_row) + work.first_row, work.head,
-                       p.fwd.sequences.cu_seqlens_q != nullptr ? 0 : work.batch);
+      for (int panel = 0; panel < kPanels; ++panel) {
+        hopper::load_box(shared.q(q_ring.stage, group) + panel * kQueryPanel, p.q_map, full, panel * 64,
+                         work.q_row + work.row_of(group), work.head,
+                         p.fwd.sequences.cu_seqlens_q != nullptr ? 0 : work.batch);
+      }
     }
-    q_phase ^= 1;
+    q_ring.advance();
+#pragma unroll 1
     for (int n = work.last - 1; n > work.first; --n) {
       load_k(n - 1);
       load_v(n);
@@ -173,11 +285,13 @@ __device__ __forceinline__ void produce(const flash_attn::FwdTmaParams& p, const
 
 // S = Q K^T of this warpgroup's 64 rows; not waited for.
 __device__ __forceinline__ void multiply_scores(float (&s)[kScores], unsigned q_tile, unsigned k_tile) {
+  const unsigned long long q = hopper::descriptor_k_major(q_tile);
+  const unsigned long long k = hopper::descriptor_k_major(k_tile);
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
-    const unsigned column = step % 4 * 32;
-    ScoreProduct::shared(s, hopper::descriptor_k_major(q_tile + step / 4 * kQueryPanel + column),
-                         hopper::descriptor_k_major(k_tile + step / 4 * kKeyPanel + column), step > 0);
+    const int panel = step / 4, column = step % 4 * 32;
+    ScoreProduct::shared(s, hopper::descriptor_after(q, panel * kQueryPanel + column),
+                         hopper::descriptor_after(k, panel * kKeyPanel + column), step > 0);
   }
   hopper::wgmma_commit();
 }
@@ -185,10 +299,10 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores], unsigned q_
 // O += P V; not waited for.
 __device__ __forceinline__ void multiply_values(float (&out)[kOutputs], const unsigned (&probabilities)[kBlockN / 16][4],
                                                 unsigned v_tile) {
+  const unsigned long long v = hopper::descriptor_mn_major(v_tile, kKeyPanel);
 #pragma unroll
   for (int step = 0; step < kBlockN / 16; ++step) {
-    OutputProduct::registers(out, probabilities[step],
-                             hopper::descriptor_mn_major(v_tile + step * 16 * tile::kRowBytes, kKeyPanel));
+    OutputProduct::registers(out, probabilities[step], hopper::descriptor_after(v, step * 16 * tile::kRowBytes));
   }
   hopper::wgmma_commit();
 }
@@ -293,162 +407,309 @@ __device__ __forceinline__ void rescale(float (&out)[kOutputs], const float (&fa
   for (int i = 0; i < kOutputs; ++i) out[i] *= factor[i / 2 % 2];
 }
 
-__device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, const Barriers& barriers,
-                                        unsigned shared_q, unsigned shared_k, unsigned shared_v, int rounds) {
-  const flash_attn::FwdParams& p = params.fwd;
-  const int group = threadIdx.x / 128 - 1;
-  const int thread = threadIdx.x % 128;
-  const int lane = thread % 32;
-  const int warp = thread / 32;
-  const unsigned q_tile = shared_q + group * 64 * tile::kRowBytes;
-  const unsigned shared_out = kSeparateOutput ? shared_q - kQueryBytes : shared_q;
-  Ring k_ring, v_ring;
-  int q_phase = 0;
-  const int my_row = group * 64 + warp * 16 + lane / 4;
-  const float scale_log2 = kGeneral && p.modifiers.softcap > 0.0f ? 1.0f : p.scale_log2;
-
-  for (int round = 0; round < rounds; ++round) {
-    const Tile next(params, round);
-    if (!next.exists(params)) break;
-    const Work work(p, next);
-    const int rows = work.sequence.seqlen_q - work.first_row;
-    if (rows <= 0) continue;
-    float out[kOutputs];
+// Writes 64 rows of 16-bit values, a warp 16 of them from `first_row` on. `value(half, j)`: a thread's pair of row
+// lane / 4 + 8 half and columns 8 j + 2 (lane % 4). Four lanes exchange theirs, so that each has 16 bytes of a row.
+template <typename Value>
+__device__ __forceinline__ void store_rows(const flash_attn::FwdParams& p, const Work& work, int first_row, int lane,
+                                           Value value) {
+  const bool odd = lane & 1;
+  const bool upper = lane & 2;
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-    float row_max[2] = {ptx::kMinusInfinity, ptx::kMinusInfinity};
-    float row_sum[2] = {0.0f, 0.0f};
-    float factor[2] = {1.0f, 1.0f};
-
-    if (!work.empty()) {
-      float s[kScores];
-      unsigned probabilities[kBlockN / 16][4];
-      const int row = work.first_row + my_row;
-      const int key = lane % 4 * 2;
-      int n = work.last - 1;
-
-      hopper::barrier_wait(barriers.q_full(), q_phase);
-      q_phase ^= 1;
-      hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
-      hopper::wgmma_fence();
-      multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
-      hopper::wgmma_wait<0>();
-      hopper::hold(s);
-      if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
-      k_ring.advance();
-      if constexpr (kGeneral) cap(s, p);
-      apply_mask(s, work.mask, row, n * kBlockN + key);
-      softmax<true>(s, row_max, row_sum, factor, scale_log2);
-      as_operand(probabilities, s);
-      const int tail = work.sequence.seqlen_k - n * kBlockN;
-      if (tail < kBlockN) {
-        hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
-        clear_tail(shared_v + v_ring.stage * kKeyBytes, tail, group, thread);
+  for (int half = 0; half < 2; ++half) {
+    const int row = first_row + 8 * half + lane / 4;
+    char* const destination = tile::destination(p.out, p.out_stride, work.batch, work.head, work.q_row + row, lane % 4);
+#pragma unroll
+    for (int j = 0; j < kHeadDim / 8; j += 4) {
+      const unsigned a = value(half, j), b = value(half, j + 1), c = value(half, j + 2), d = value(half, j + 3);
+      const unsigned ab = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1);
+      const unsigned cd = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
+      // Lanes 0 and 1 have the first half of 8 j and 8 (j + 1), and of 8 (j + 2) and 8 (j + 3); lanes 2 and 3 the second.
+      const uint2 low = odd ? make_uint2(ab, b) : make_uint2(a, ab);
+      const uint2 high = odd ? make_uint2(cd, d) : make_uint2(c, cd);
+      const uint2 give = upper ? low : high;
+      const uint2 keep = upper ? high : low;
+      const unsigned x = __shfl_xor_sync(0xffffffffu, give.x, 2);
+      const unsigned y = __shfl_xor_sync(0xffffffffu, give.y, 2);
+      if (row < work.end_row && lane % 4 * 8 + 8 * j < p.head_dim_v) {
+        *reinterpret_cast<uint4*>(destination + 16 * j) =
+            upper ? make_uint4(x, y, keep.x, keep.y) : make_uint4(keep.x, keep.y, x, y);
       }
-      --n;
-
-      auto step = [&](auto masked) {
-        constexpr bool kMasked = decltype(masked)::value;
-        hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
-          hopper::wgmma_fence();
-        multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
-        hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
-        multiply_values(out, probabilities, shared_v + v_ring.stage * kKeyBytes);
-          hopper::wgmma_wait<1>();
-        hopper::hold(s);
-        if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
-        k_ring.advance();
-        if constexpr (kGeneral) {
-          cap(s, p);
-          if (n >= work.full_last || n < work.full_first) apply_mask(s, work.mask, row, n * kBlockN + key);
-        } else if constexpr (kMasked) {
-          apply_mask(s, work.mask, row, n * kBlockN + key);
-        }
-        const bool grown = softmax<kMasked>(s, row_max, row_sum, factor, scale_log2);
-        hopper::wgmma_wait<0>();
-        hopper::hold(out);
-        if (lane == 0) hopper::barrier_arrive(barriers.v_empty(v_ring.stage));
-        v_ring.advance();
-        as_operand(probabilities, s);
-        if (grown) rescale(out, factor);
-      };
-      if constexpr (kGeneral) {
-        for (; n >= work.first; --n) step(tile::True{});
-      } else {
-        if constexpr (kCausal) {
-          for (; n >= work.full_last; --n) step(tile::True{});
-        }
-        for (; n >= 0; --n) step(tile::False{});
-      }
-
-      if constexpr (kSeparateOutput) {
-        if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
-      }
-      hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
-      hopper::wgmma_fence();
-      multiply_values(out, probabilities, shared_v + v_ring.stage * kKeyBytes);
-      hopper::wgmma_wait<0>();
-      hopper::hold(out);
-      if (lane == 0) hopper::barrier_arrive(barriers.v_empty(v_ring.stage));
-      v_ring.advance();
     }
+  }
+}
 
-    // The output goes through shared memory, this warp's rows of it. An empty tile's zeros do not: where Q's memory serves,
-    // the producer may be filling it for the next tile.
-    const bool staged = kSeparateOutput || !work.empty();
+// The value of the warp's first lane, which the compiler then knows to be the same in all.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
+// A warpgroup's part of a tile.
+struct Part {
+  bool exists;                // there is a tile
+  int slot;                   // where it is described
+  int row;                    // the first of this warp's 16 queries
+  int first, last;            // key blocks [first, last) hold keys that one of the warpgroup's queries sees
+  int full_first, full_last;  // of these, [full_first, full_last) need no mask
+  int before, after;          // key blocks of the tile that are passed before `last` and after `first`
+
+  __device__ __forceinline__ bool empty() const { return last <= first; }
+};
+
+// A consumer warpgroup's way through the rings.
+struct Consumer {
+  const flash_attn::FwdTmaParams& params;
+  const Shared& shared;
+  int group, thread, lane;
+  Ring<kStages> k_ring, v_ring;
+  Ring<kQueryStages> q_ring;
+  Ring<kWorks> work_ring;
+
+  __device__ __forceinline__ void arrive(unsigned barrier) const {
+    if (lane == 0) hopper::barrier_arrive(barrier);
+  }
+  __device__ __forceinline__ void wait_q() const {
+    hopper::barrier_wait(shared.q_full(q_ring.stage, group), q_ring.phase);
+  }
+  __device__ __forceinline__ void release_q() const { arrive(shared.q_empty(q_ring.stage, group)); }
+  __device__ __forceinline__ void wait_k() const { hopper::barrier_wait(shared.k_full(k_ring.stage), k_ring.phase); }
+  __device__ __forceinline__ void release_k() {
+    arrive(shared.k_empty(k_ring.stage));
+    k_ring.advance();
+  }
+  __device__ __forceinline__ void wait_v() const { hopper::barrier_wait(shared.v_full(v_ring.stage), v_ring.phase); }
+  __device__ __forceinline__ void release_v() {
+    arrive(shared.v_empty(v_ring.stage));
+    v_ring.advance();
+  }
+  __device__ __forceinline__ void pass_k(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      wait_k();
+      release_k();
+    }
+  }
+  __device__ __forceinline__ void pass_v(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      wait_v();
+      release_v();
+    }
+  }
+  __device__ __forceinline__ void pass(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      pass_k(1);
+      pass_v(1);
+    }
+  }
+
+  // The next tile, once it is known.
+  __device__ __forceinline__ Part open() {
+    hopper::barrier_wait(shared.work_full(work_ring.stage), work_ring.phase);
+    const Work work = read_work(shared, work_ring.stage);
+    const problem::Mask mask(work.seqlen_q, work.seqlen_k, params.fwd.modifiers);
+    const int begin = work.row_of(group);
+    const int end = min(begin + 64, work.end_row) - 1;
+    Part part;
+    part.exists = work.batch >= 0;
+    part.slot = work_ring.stage;
+    part.row = begin + thread / 32 * 16;
+    part.first = work.first;
+    part.last = max(0, mask.last(end) + kBlockN) / kBlockN;
+    part.full_first = 0;
+    part.full_last = max(0, mask.last(begin) + 1) / kBlockN;
+    if constexpr (kGeneral) {
+      part.first = max(part.first, mask.first(begin) / kBlockN);
+      part.full_first = (mask.first(end) + kBlockN - 1) / kBlockN;
+    }
+    if (end < begin || part.empty()) part.first = part.last = work.last;
+    part.exists = uniform(part.exists);
+    part.row = uniform(part.row);
+    part.first = uniform(part.first);
+    part.last = uniform(part.last);
+    part.full_first = uniform(part.full_first);
+    part.full_last = uniform(part.full_last);
+    part.before = uniform(work.last) - part.last;
+    part.after = part.first - uniform(work.first);
+    work_ring.advance();
+    return part;
+  }
+
+  __device__ __forceinline__ void close(const Part& part) const {
+    __syncwarp();
+    arrive(shared.work_empty(part.slot));
+  }
+
+  __device__ __forceinline__ float* lse(const Work& work) const {
+    const flash_attn::FwdParams& p = params.fwd;
+    return p.lse + work.batch * p.lse_batch_stride + work.head * p.lse_head_stride + work.q_row;
+  }
+
+  // A tile in which this warpgroup's queries, if it has any, see no key.
+  __device__ __forceinline__ void finish_empty(const Part& part) {
+    const Work work = read_work(shared, part.slot);
+    if (work.last > work.first) {
+      wait_q();
+      release_q();
+      q_ring.advance();
+      pass(work.last - work.first);
+    }
+    const flash_attn::FwdParams& p = params.fwd;
+    const bool sink = kGeneral && p.modifiers.sink != nullptr;
+    if (lane < 16 && part.row + lane < work.end_row) {
+      lse(work)[part.row + lane] = sink ? p.modifiers.sink[work.head] : ptx::kMinusInfinity;
+    }
+    store_rows(p, work, part.row, lane, [](int, int) { return 0u; });
+    close(part);
+  }
+
+  // The result and its log-sum-exp.
+  __device__ __forceinline__ void finish(const Part& part, const float (&out)[kOutputs], const float (&row_max)[2],
+                                         const float (&row_sum)[2]) const {
+    const flash_attn::FwdParams& p = params.fwd;
+    const Work work = read_work(shared, part.slot);
     float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
     if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
-    float* const lse =
-        p.lse + work.batch * p.lse_batch_stride + work.head * p.lse_head_stride + work.sequence.q_row + work.first_row;
+    float inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = row_sum[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       float scale = 1.0f;
+      float m = row_max[half];
       if constexpr (kGeneral) {
-        const float m = fmaxf(row_max[half], sink);
+        m = fmaxf(m, sink);
         if (m != ptx::kMinusInfinity) {
           scale = ptx::exp2(row_max[half] - m);
           sum = fmaf(sum, scale, ptx::exp2(sink - m));
         }
-        row_max[half] = m;
       }
-      const int row = my_row + 8 * half;
-      const float inverse = sum == 0.0f ? 0.0f : scale / sum;
-      if (lane % 4 == 0 && row < rows) {
-        lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (row_max[half] + ptx::log2(sum)) * kLn2;
-      }
-#pragma unroll
-      for (int j = 0; j < kHeadDim / 8 && staged; ++j) {
-        ptx::store_shared(shared_out + j / 8 * kQueryPanel + tile::swizzled(row, j % 8) + lane % 4 * 4,
-                          ptx::pack<kBf16>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse));
+      inverse[half] = sum == 0.0f ? 0.0f : scale / sum;
+      const int row = part.row + lane / 4 + 8 * half;
+      if (lane % 4 == 0 && row < work.end_row) {
+        lse(work)[row] = sum == 0.0f ? ptx::kMinusInfinity : (m + ptx::log2(sum)) * kLn2;
       }
     }
-    __syncwarp();
-    // 8 lanes write the 128 bytes of a panel row; a warp four rows at a time.
-#pragma unroll
-    for (int pass = 0; pass < 4; ++pass) {
-      const int row = group * 64 + warp * 16 + pass * 4 + lane / 8;
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        const int column = panel * 64 + lane % 8 * 8;
-        if (row < rows && column < p.head_dim_v && column < kHeadDim) {
-          char* const destination = tile::destination(p.out, p.out_stride, work.batch, work.head,
-                                                      work.sequence.q_row + work.first_row + row, lane);
-          *reinterpret_cast<uint4*>(destination + panel * tile::kRowBytes) =
-              staged ? ptx::load_shared_16(shared_out + panel * kQueryPanel + tile::swizzled(row, lane % 8))
-                     : make_uint4(0, 0, 0, 0);
-        }
+    store_rows(p, work, part.row, lane, [&](int half, int j) {
+      return ptx::pack<kBf16>(out[4 * j + 2 * half] * inverse[half], out[4 * j + 2 * half + 1] * inverse[half]);
+    });
+    close(part);
+  }
+};
+
+__device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, const Shared& shared) {
+  const flash_attn::FwdParams& p = params.fwd;
+  const int thread = threadIdx.x % 128;
+  const int lane = thread % 32;
+  const int group = uniform(threadIdx.x / 128) - 1;
+  Consumer c{params, shared, group, thread, lane};
+  const float scale_log2 = kGeneral && p.modifiers.softcap > 0.0f ? 1.0f : p.scale_log2;
+
+  float s[kScores];
+  float out[kOutputs];
+  unsigned probabilities[kBlockN / 16][4];
+  Part part = c.open();
+  bool begun = false;  // the first scores of the tile are under way
+  while (part.exists) {
+    if (!begun) {
+      if (part.empty()) {
+        c.finish_empty(part);
+        part = c.open();
+        continue;
       }
+      c.wait_q();
+      c.pass(part.before);
+      part.before = 0;
+      c.wait_k();
+      hopper::wgmma_fence();
+      multiply_scores(s, shared.q(c.q_ring.stage, group), shared.k(c.k_ring.stage));
     }
-    __syncwarp();
-    if (!kSeparateOutput && !work.empty()) {
-      // The copy engine writes the next Q where ordinary stores have been.
-      hopper::fence_proxy_async();
-      __syncwarp();
-      if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
+    float row_max[2] = {ptx::kMinusInfinity, ptx::kMinusInfinity};
+    float row_sum[2] = {0.0f, 0.0f};
+    float factor[2] = {1.0f, 1.0f};
+    int n = part.last - 1;
+    auto mask = [&]() {
+      const uint4 sequence = ptx::load_shared_16(shared.work(part.slot) + 16);
+      apply_mask(s, problem::Mask(sequence.z, sequence.w, p.modifiers), part.row + lane / 4, n * kBlockN + lane % 4 * 2);
+    };
+
+    hopper::wgmma_wait<0>();
+    hopper::hold(s);
+    c.release_k();
+    if (n == part.first) c.release_q();
+    if constexpr (kGeneral) cap(s, p);
+    if (n >= part.full_last || (kGeneral && n < part.full_first)) mask();
+    softmax<true>(s, row_max, row_sum, factor, scale_log2);
+    as_operand(probabilities, s);
+#pragma unroll
+    for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
+    c.pass_v(part.before);
+    const int tail = uniform(read_work(shared, part.slot).seqlen_k) - n * kBlockN;
+    if (tail < kBlockN) {
+      c.wait_v();
+      clear_tail(shared.v(c.v_ring.stage), tail, group, thread);
     }
+    --n;
+
+    auto step = [&](auto masked) {
+      constexpr bool kMasked = decltype(masked)::value;
+      c.wait_k();
+      hopper::wgmma_fence();
+      multiply_scores(s, shared.q(c.q_ring.stage, group), shared.k(c.k_ring.stage));
+      c.wait_v();
+      multiply_values(out, probabilities, shared.v(c.v_ring.stage));
+      hopper::wgmma_wait<1>();
+      hopper::hold(s);
+      c.release_k();
+      if (n == part.first) c.release_q();
+      if constexpr (kGeneral) {
+        cap(s, p);
+        if (n >= part.full_last || n < part.full_first) mask();
+      } else if constexpr (kMasked) {
+        mask();
+      }
+      const bool grown = softmax<kMasked>(s, row_max, row_sum, factor, scale_log2);
+      hopper::wgmma_wait<0>();
+      hopper::hold(out);
+      c.release_v();
+      as_operand(probabilities, s);
+      if (grown) rescale(out, factor);
+    };
+    if constexpr (kGeneral) {
+#pragma unroll 1
+      for (; n >= part.first; --n) step(tile::True{});
+    } else {
+      if constexpr (kCausal) {
+#pragma unroll 1
+        for (; n >= part.full_last; --n) step(tile::True{});
+      }
+#pragma unroll 1
+      for (; n >= 0; --n) step(tile::False{});
+    }
+    c.q_ring.advance();
+
+    // The last product with V, and with it the first scores of the next tile. While this V is held, no more K than the ring
+    // has may be let pass. Where the next tile does not begin here, what is multiplied means nothing.
+    c.wait_v();
+    hopper::wgmma_fence();
+    multiply_values(out, probabilities, shared.v(c.v_ring.stage));
+    const Part next = c.open();
+    begun = next.exists && !next.empty() && next.before < kStages && part.after == 0;
+    if (begun) {
+      c.wait_q();
+      c.pass_k(next.before);
+      c.wait_k();
+    }
+    multiply_scores(s, shared.q(c.q_ring.stage, group), shared.k(c.k_ring.stage));
+    hopper::wgmma_wait<1>();
+    hopper::hold(out);
+    c.release_v();
+    c.finish(part, out, row_max, row_sum);
+    if (!begun) {
+      hopper::wgmma_wait<0>();
+      hopper::hold(s);
+      c.pass(part.after);
+    }
+    part = next;
   }
 }
 
@@ -456,35 +717,39 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_fwd(const __grid_constant__ flash_attn::FwdTmaParams p) {
-  const unsigned shared_q = ptx::shared_address(shared_memory) + (kSeparateOutput ? kQueryBytes : 0);
-  const unsigned shared_k = shared_q + kQueryBytes;
-  const unsigned shared_v = shared_k + kStages * kKeyBytes;
-  const Barriers barriers{shared_v + kStages * kKeyBytes};
-  const int tiles = p.fwd.blocks_m * p.fwd.heads * p.fwd.batch;
-  const int rounds = (tiles + gridDim.x - 1) / gridDim.x;
+  const Shared shared{ptx::shared_address(shared_memory)};
   if (threadIdx.x == 0) {
-    hopper::barrier_init(barriers.q_full(), 1);
-    hopper::barrier_init(barriers.q_empty(), 4 * kConsumers);
+    for (int i = 0; i < kQueryStages * kConsumers; ++i) {
+      hopper::barrier_init(shared.q_full(0, i), 1);
+      hopper::barrier_init(shared.q_empty(0, i), 4);
+    }
     for (int stage = 0; stage < kStages; ++stage) {
-      hopper::barrier_init(barriers.k_full(stage), 1);
-      hopper::barrier_init(barriers.v_full(stage), 1);
-      hopper::barrier_init(barriers.k_empty(stage), 4 * kConsumers);
-      hopper::barrier_init(barriers.v_empty(stage), 4 * kConsumers);
+      hopper::barrier_init(shared.k_full(stage), 1);
+      hopper::barrier_init(shared.v_full(stage), 1);
+      hopper::barrier_init(shared.k_empty(stage), 4 * kConsumers);
+      hopper::barrier_init(shared.v_empty(stage), 4 * kConsumers);
+    }
+    for (int i = 0; i < kWorks; ++i) {
+      hopper::barrier_init(shared.work_full(i), 1);
+      hopper::barrier_init(shared.work_empty(i), 4 * kConsumers + 1);
     }
     hopper::fence_barrier_init();
   }
   __syncthreads();
 
   if (threadIdx.x < 128) {
-    hopper::give_registers<kConsumers == 3 ? 32 : 24>();
+    hopper::give_registers<kProducerRegisters>();
+    ptx::wait_on_dependencies();
     if (threadIdx.x == 0) {
       hopper::prefetch_map(p.q_map);
       hopper::prefetch_map(p.k_map);
       hopper::prefetch_map(p.v_map);
-      produce(p, barriers, shared_q, shared_k, shared_v, rounds);
+      load(p, shared);
+    } else if (threadIdx.x / 32 == 1) {
+      schedule(p, shared, threadIdx.x % 32);
     }
   } else {
-    hopper::take_registers<kConsumers == 3 ? 160 : 240>();
-    consume(p, barriers, shared_q, shared_k, shared_v, rounds);
+    hopper::take_registers<kConsumerRegisters>();
+    consume(p, shared);
   }
 }

@@ -15,10 +15,10 @@ using flash_attn::RotaryTask;
 // Of a tensor with the rows of queries or of keys, which are packed where `starts` is given.
 template <typename Params>
 void check_query_map(const unsigned char* bytes, const Params& p, const void* data, const Strides& stride, int columns,
-                     Tile tile, Kind kind) {
+                     int box_rows, Kind kind) {
   const int* const starts = p.sequences.cu_seqlens_q;
   check_map(bytes, data, stride, columns, p.heads, starts != nullptr ? 1 : p.batch,
-            starts != nullptr ? starts[p.batch] : p.seqlen_q, tile.block_m, {kind.bf16 ? 9 : 6, 2, 64});
+            starts != nullptr ? starts[p.batch] : p.seqlen_q, box_rows, {kind.bf16 ? 9 : 6, 2, 64});
 }
 
 template <typename Params>
@@ -34,7 +34,8 @@ inline void fwd_tma(const FwdTmaParams& p, Kind kind, Tile tile, unsigned grid) 
   const FwdParams& f = p.fwd;
   const int tiles = f.batch * f.heads * f.blocks_m;
   require(static_cast<int>(grid) <= tiles && p.heads_per_group >= 1, "more blocks than tiles");
-  check_query_map(p.q_map, f, f.q, f.q_stride, f.head_dim, tile, kind);
+  require(p.next_tile == nullptr || *p.next_tile == 0, "a counter that is not 0");
+  check_query_map(p.q_map, f, f.q, f.q_stride, f.head_dim, 64, kind);
   check_key_map(p.k_map, f, f.k, f.k_stride, f.head_dim, tile, kind);
   check_key_map(p.v_map, f, f.v, f.v_stride, f.head_dim_v, tile, kind);
   require(f.modifiers.alibi_slopes == nullptr && f.modifiers.rng_state == nullptr, "sm90 has no ALiBi and no dropout");
@@ -43,8 +44,8 @@ inline void fwd_tma(const FwdTmaParams& p, Kind kind, Tile tile, unsigned grid) 
 
 inline void check_maps(const BwdTmaParams& p, Kind kind, Tile tile) {
   const BwdParams& b = p.bwd;
-  check_query_map(p.q_map, b, b.q, b.q_stride, b.head_dim, tile, kind);
-  check_query_map(p.dout_map, b, b.dout, b.dout_stride, b.head_dim_v, tile, kind);
+  check_query_map(p.q_map, b, b.q, b.q_stride, b.head_dim, tile.block_m, kind);
+  check_query_map(p.dout_map, b, b.dout, b.dout_stride, b.head_dim_v, tile.block_m, kind);
   check_key_map(p.k_map, b, b.k, b.k_stride, b.head_dim, tile, kind);
   check_key_map(p.v_map, b, b.v, b.v_stride, b.head_dim_v, tile, kind);
   require(!kind.general, "the sm90 backward has full and causal masks alone");

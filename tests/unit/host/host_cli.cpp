@@ -27,6 +27,8 @@ struct Shape {
   fa::Dtype dtype;
   fa::Mask mask;
   long long packed_q;  // rows of packed queries, or -1
+  fa::Preference preference;
+  long long sm_margin;
 };
 
 bool read_shape(const char* text, Shape* shape) {
@@ -36,6 +38,9 @@ bool read_shape(const char* text, Shape* shape) {
                           &shape->batch, &shape->seqlen_q, &shape->seqlen_k, &shape->heads, &shape->heads_kv,
                           &shape->packed_q);
   if (read != 9 && read != 10) return false;
+  shape->preference = strstr(text, " latency") != nullptr ? fa::Preference::latency : fa::Preference::throughput;
+  const char* const margin = strstr(text, " margin ");
+  shape->sm_margin = margin != nullptr ? atoll(margin + strlen(" margin ")) : 0;
   shape->dtype = strcmp(dtype, "bf16") == 0   ? fa::Dtype::bf16
                  : strcmp(dtype, "e4m3") == 0 ? fa::Dtype::e4m3
                                               : fa::Dtype::fp16;
@@ -82,14 +87,14 @@ std::string run_fp8(const fa::Kernel& kernel, const Shape& shape) {
   fwd.k_stride = fwd.v_stride = contiguous(shape.seqlen_k, shape.heads_kv, shape.head_dim);
   fwd.lse_head_stride = shape.packed_q >= 0 ? shape.packed_q : shape.seqlen_q;
   const long long workspace = fa::fp8_workspace(kernel, params, key_rows);
-  const bool launched = fa::launch_fwd_fp8(kernel, params, key_rows, kStream);
+  const bool launched = fa::launch_fwd_fp8(kernel, params, key_rows, shape.sm_margin, kStream);
   return (launched ? "ok workspace=" : "ok without a map workspace=") + std::to_string(workspace) +
          " tiles=" + std::to_string(params.v_tiles_of_head);
 }
 
 std::string run_kernel(fa::Op op, const Shape& shape) {
   try {
-    const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device, false});
+    const fa::Kernel& kernel = fa::resolve({op, shape.dtype, shape.mask, shape.head_dim, shape.device, shape.preference});
     if (op == fa::Op::fwd && shape.dtype == fa::Dtype::e4m3) return run_fp8(kernel, shape);
     const fa::Strides query_stride = contiguous(shape.seqlen_q, shape.heads, shape.head_dim);
     const fa::Strides key_stride = contiguous(shape.seqlen_k, shape.heads_kv, shape.head_dim);
@@ -98,7 +103,11 @@ std::string run_kernel(fa::Op op, const Shape& shape) {
       params.q_stride = query_stride;
       params.k_stride = params.v_stride = key_stride;
       params.lse_head_stride = shape.seqlen_q;
-      if (fa::launch_fwd(kernel, params, shape.seqlen_k, kStream)) return "ok";
+      fa::TileOptions tiles;
+      tiles.sm_margin = shape.sm_margin;
+      alignas(64) static int counter[1] = {7};
+      if (fa::wants_tile_counter(kernel, params)) tiles.counter = counter;
+      if (fa::launch_fwd(kernel, params, shape.seqlen_k, tiles, kStream)) return "ok";
       return "ok without a map";
     }
     fa::BwdParams params = params_of<fa::BwdParams>(shape);
@@ -202,13 +211,13 @@ std::string answer(const std::string& line) {
     if (command == "mask") return choose_mask(rest.c_str());
     if (command == "fill" && read_shape(rest.c_str(), &shape)) {
       float values[1];
-      const fa::Kernel& kernel = fa::resolve({fa::Op::fwd, shape.dtype, shape.mask, shape.head_dim, shape.device, false});
+      const fa::Kernel& kernel = fa::resolve({fa::Op::fwd, shape.dtype, shape.mask, shape.head_dim, shape.device, shape.preference});
       fa::fill_minus_infinity(kernel, values, shape.batch, kStream);
       return "ok";
     }
     if (command == "decode" && read_shape(rest.c_str(), &shape)) {  // "asked": in place of rows of packed queries
       const fa::Kernel& kernel =
-          fa::resolve({fa::Op::decode, shape.dtype, shape.mask, shape.head_dim, shape.device, true});
+          fa::resolve({fa::Op::decode, shape.dtype, shape.mask, shape.head_dim, shape.device, fa::Preference::every_feature});
       fa::DecodeParams params = params_of<fa::DecodeParams>(shape);
       params.lse_head_stride = shape.seqlen_q;
       params.lse_count = int64_t{params.batch} * params.heads * shape.seqlen_q;

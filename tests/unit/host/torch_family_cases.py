@@ -70,6 +70,19 @@ def case_many_scores_of_packed_sequences_backward() -> None:
     )
 
 
+def case_many_tiles_of_packed_sequences() -> None:
+    lengths = [1024, *[1] * 8]
+    check(packed(lengths, lengths, h=2, hk=1, d=8, dv=8, causal=True), "sm90")  # with a counter of tiles
+
+
+def case_margin() -> None:
+    """Of the 7 multiprocessors."""
+    with launches() as found:
+        for margin in (0, 4):
+            batched(**MANY, sm_margin=margin).forward()
+    assert [x["grid"] for x in found] == ["7", "3"], found
+
+
 def case_no_map() -> None:
     """What cannot be put into a tensor map goes to the family that needs none, and comes out the same."""
     os.environ["FAKE_CUDA_FAIL"] = "cuTensorMapEncodeTiled=1"

@@ -40,6 +40,7 @@ class Options:
     attention_chunk: int = 0
     softcap: float = 0.0
     dropout_p: float = 0.0
+    sm_margin: int = 0
 
     def forward(self) -> list[Any]:
         return [getattr(self, f.name) for f in fields(self)]

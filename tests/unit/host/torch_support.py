@@ -16,7 +16,7 @@ from torch import Tensor
 _OPTIONS = (
     "Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state, SymInt max_seqlen_q, SymInt max_seqlen_k, "
     "float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk, float softcap, "
-    "float dropout_p"
+    "float dropout_p, int sm_margin"
 )
 _SEQUENCES = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k"
 
@@ -36,7 +36,7 @@ _LIB.define(
 _LIB.define(
     "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     f"{_SEQUENCES}, Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, "
-    "int window_left, int window_right, int attention_chunk, float softcap) -> (Tensor, Tensor)"
+    "int window_left, int window_right, int attention_chunk, float softcap, int sm_margin) -> (Tensor, Tensor)"
 )
 _CACHE = (
     "float softmax_scale, bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, "
