@@ -13,9 +13,9 @@ from kernel_set import EVERY_KERNEL, FORCED_FAMILY, faster_families
 
 TESTS = Path(__file__).resolve().parent
 FAMILIES = [] if FORCED_FAMILY else faster_families()
-FILES = sorted(
-    path.name for path in TESTS.glob("test_*.py") if path.name not in ("test_each_kernel.py", Path(__file__).name)
-)
+# Triton's kernels have no family, and FP8's are of one.
+OTHERS = ("test_each_kernel.py", "test_fp8.py", "test_triton.py", Path(__file__).name)
+FILES = sorted(path.name for path in TESTS.glob("test_*.py") if path.name not in OTHERS)
 HEAD_DIMS = [(f, d) for f in FAMILIES for d in sorted({k.head_dim for k in EVERY_KERNEL if k.family == f})]
 
 
