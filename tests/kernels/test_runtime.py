@@ -11,7 +11,7 @@ import torch
 from kernel_set import KERNELS, variants
 
 import flash_attn
-from flash_attn import flash_attn_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func
 
 BACKWARD = variants("bwd")
 DTYPE, CAUSAL = BACKWARD[0]
@@ -45,6 +45,23 @@ def test_graph_replays_with_new_numbers(dtype, causal):
         graph.replay()
         found = [x.detach().clone() for x in captured]
         assert_same_bits(found, step(inputs, dout, causal))
+
+
+@pytest.mark.parametrize(("dtype", "causal"), BACKWARD, ids=str)
+def test_whoever_takes_a_tile_makes_the_same_of_it(dtype, causal):
+    """Many more tiles than multiprocessors, of sequences of one length and of very different ones, again and again."""
+    q, k, v = (torch.randn(2, 3400, heads, 64, device="cuda", dtype=dtype) for heads in (16, 4, 4))
+    starts = torch.tensor([0, 1, 3001, 3001, 3200, 6800], device="cuda", dtype=torch.int32)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+
+    def forward(sm_margin=0):
+        options = {"causal": causal, "return_lse": True, "sm_margin": sm_margin}
+        lengths = (starts, starts, 3600, 3600)
+        return *flash_attn_func(q, k, v, **options), *flash_attn_varlen_func(*packed, *lengths, **options)
+
+    wanted = forward()
+    for margin in (0, 1, 64, 10_000, *[0] * 20):
+        assert_same_bits(forward(margin), wanted)
 
 
 FIRST_CALL_IN_A_CAPTURE = """
