@@ -4,8 +4,9 @@ import random
 
 import torch
 
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_with_kvcache, reference_general
 from flash_attn.fp8 import quantize
+from flash_attn.problem import Problem
 
 FP8 = torch.float8_e4m3fn
 
@@ -72,11 +73,15 @@ def run(seed, device="cuda", before=lambda: None, head_dims=(64, 128)):
     used = [x[places.long()].reshape(batch, capacity, heads_kv, head_dim) for x in (wanted_k, wanted_v)]
     k_all, v_all = (x.view(FP8).double() for x in used)
     wide = [q.double() * _by_head(q_descale, group), k_all * _by_head(k_descale, 1), v_all * _by_head(v_descale, 1)]
-    seqused = {"seqused_k": torch.tensor([n + new for n in lengths], dtype=torch.int32)}
-    if "cache_leftpad" in options:
-        seqused["leftpad_k"] = options["cache_leftpad"].cpu()
-    exact, exact_lse = flash_attn_func(*(x.cpu() for x in wide), causal=causal, return_lse=True, **seqused)
-    exact, exact_lse = exact.to(device), exact_lse.to(device)
+    p = Problem(
+        seqused_k=numbers([n + new for n in lengths]),
+        leftpad_k=options.get("cache_leftpad"),
+        max_seqlen_q=sq,
+        max_seqlen_k=capacity,
+        softmax_scale=head_dim**-0.5,
+        causal=causal,
+    )
+    exact, exact_lse = reference_general.forward(*wide, p)
     error = (out.double() - exact).square().mean().sqrt().item()
     allowed = 0.06 * exact.square().mean().sqrt().item() + 1e-6
     if not error <= allowed:

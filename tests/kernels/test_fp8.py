@@ -10,7 +10,7 @@ from fp8_cases import FP8, draw, rms, run
 from kernel_set import FP8_KERNELS
 from memory import poison
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, reference_fp8
+from flash_attn import flash_attn_func, flash_attn_varlen_func, reference_fp8, reference_general
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_varlen_fp8_func, quantize
 from flash_attn.problem import Problem
 
@@ -52,8 +52,10 @@ def emulated(pairs, scale, **options):
 
 
 def exact(q, k, v, **options):
-    """The attention of the tensors before they were rounded, by the CPU's reference in float64."""
-    return flash_attn_func(*(x.double().cpu() for x in (q, k, v)), **options).cuda()
+    """The attention of the tensors before they were rounded, by the reference in float64."""
+    scale = q.shape[-1] ** -0.5
+    p = Problem(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=scale, **options)
+    return reference_general.forward(q.double(), k.double(), v.double(), p)[0]
 
 
 @on_hopper
@@ -66,7 +68,7 @@ def test_error_is_that_of_the_format(kernel, sq, sk):
     pairs = quantized(q, k, v)
     out, lse = call(pairs, **public)
     wanted, wanted_lse = emulated(pairs, kernel.head_dim**-0.5, **fields)
-    truth = exact(q, k, v, **public)
+    truth = exact(q, k, v, **fields)
     assert rms(out - truth) <= 1.1 * rms(wanted - truth)
     seen = wanted_lse != float("-inf")
     assert torch.equal(lse != float("-inf"), seen)
@@ -132,16 +134,16 @@ def test_many_short_sequences():
 
 @on_hopper
 def test_one_call_from_bfloat16():
-    """N(0, 1) with 0.1 % of N(0, 100): the published 9.1e-3, and the CPU's result but for roundings."""
+    """N(0, 1) with 0.1 % of N(0, 100): below the published 9.1e-3 (8.0e-3 by the emulation)."""
     squares = 0.0
-    for seed in range(8):
+    for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(1, n, 1, 128, generator=generator) for n in (512, 4096, 4096))
+        q, k, v = (torch.randn(1, 4096, 1, 128, generator=generator) for _ in "qkv")
         for x in (q, k, v):
             more = torch.randn(x.shape, generator=generator) * 10
             x += more * (torch.rand(x.shape, generator=generator) < 0.001)
-        truth = exact(q, k, v)
-        squares += rms(flash_attn_fp8_func(*(x.cuda().bfloat16() for x in (q, k, v))) - truth) ** 2 / 8
+        q, k, v = q.cuda(), k.cuda(), v.cuda()
+        squares += rms(flash_attn_fp8_func(q.bfloat16(), k.bfloat16(), v.bfloat16()) - exact(q, k, v)) ** 2 / 4
     assert squares**0.5 <= 9.1e-3
 
 
