@@ -383,7 +383,7 @@ def test_factors_may_be_expanded():
 
 def operator_arguments():
     (q, k, v), factors = quantized(*tensors())
-    return (q, k, v, *factors.values(), *(None,) * 6, 33, 47, 0.125, True, -1, -1, 0, 0.0)
+    return (q, k, v, *factors.values(), *(None,) * 6, 33, 47, 0.125, True, -1, -1, 0, 0.0, 0)
 
 
 def test_opcheck():
