@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from kernel_set import DTYPES, largest_head_dim, variants
+from kernel_set import DTYPES, FORCED_FAMILY, largest_head_dim, variants
 from layouts import LAYOUTS
 from oracle import expected, mismatches, results
 
@@ -32,19 +32,30 @@ def test_gradient_of_a_sum_has_stride_0(dtype, causal):
     assert_same_bits(torch.autograd.grad(out.sum(), inputs), wanted)
 
 
+def assert_same_gradients(found, wanted):
+    """The same bits; or, where a family is forced that may leave some layouts to another one, but for roundings."""
+    if FORCED_FAMILY is None:
+        assert_same_bits(found, wanted)
+        return
+    for index, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        limit = 4 * torch.finfo(b.dtype).eps * b.abs().max().item()
+        worst = (a.double() - b.double()).abs().max().item()
+        assert worst <= limit, f"result {index} differs by up to {worst:.3g}, allowed is {limit:.3g}"
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
 def test_gradients_of_any_layout(layout):
-    """Field case 28: expanded or sliced gradients give the bits of contiguous ones."""
+    """Field case 28: expanded or sliced gradients give what contiguous ones do."""
     dtype, causal = BACKWARD[0]
     inputs = tensors(dtype, largest_head_dim("bwd", dtype, causal))
     out = flash_attn_func(*inputs, causal=causal, deterministic=True)
     dout = torch.randn_like(out)
     wanted = torch.autograd.grad(out, inputs, dout, retain_graph=True)
-    assert_same_bits(torch.autograd.grad(out, inputs, layout(dout), retain_graph=True), wanted)
+    assert_same_gradients(torch.autograd.grad(out, inputs, layout(dout), retain_graph=True), wanted)
     for sizes in ((1, *out.shape[1:]), (out.shape[0], 1, *out.shape[2:]), (*out.shape[:3], 1)):
         narrow = torch.randn(sizes, device="cuda").to(dtype)
         wanted = torch.autograd.grad(out, inputs, narrow.expand(out.shape).contiguous(), retain_graph=True)
-        assert_same_bits(torch.autograd.grad(out, inputs, narrow.expand(out.shape), retain_graph=True), wanted)
+        assert_same_gradients(torch.autograd.grad(out, inputs, narrow.expand(out.shape), retain_graph=True), wanted)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype, causal in BACKWARD if causal], ids=str)
