@@ -10,9 +10,9 @@ lies in how the errors of a row's elements add up in a score:
 - *Incoherent processing* (QuIP, arXiv:2307.13304; FlashAttention-3, arXiv:2407.08608, section 3.3): q and k are
   multiplied by one orthogonal matrix, a Hadamard matrix with random signs, which leaves every score as it is and
   spreads an outlier over all columns. :func:`rotate`.
-- *Outliers are rounded twice*: where the query and the key that matter to each other have their outliers in the same
-  column, it is that column's error that counts. After the first rounding, what it did to the columns of outliers is
-  taken off the row before the second. :func:`rotate_and_quantize`.
+- *Outliers are rounded again*: where the query and the key that matter to each other have their outliers in the same
+  column, it is that column's error that counts. After a rounding, what it did to the columns of outliers is taken off
+  the row before the next; twice. :func:`rotate_and_quantize`.
 - *Smoothing* (SageAttention, arXiv:2410.02367): a vector taken off all keys takes the same off all scores of a row,
   which a softmax does not see. Taking their mean off makes keys with a bias, as of most models, small.
 
@@ -51,7 +51,8 @@ from .ops.triton._kernels import kernels_of, runs_kernel
 __all__ = ["flash_attn_fp8_func", "flash_attn_varlen_fp8_func", "quantize", "rotate", "rotate_and_quantize"]
 
 _LARGEST = 448.0  # of float8_e4m3fn
-_OUTLIER = 4.0  # an element beyond so many times the root mean square of its row
+_OUTLIER = 3.0  # an element beyond so many times the root mean square of its row
+_SHARE = 0.6  # of an outlier's error that each further rounding makes up for: all of it at once would overshoot
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -179,7 +180,7 @@ def _rounded(
         kernels = kernels_of("_fp8_kernels")
         batched = x if rows.sequence is None else x[None]
         result, descale = kernels.rounded(
-            batched, mean, key, rows.used, rows.sequence, rows.batch, heads_kv, _OUTLIER**2
+            batched, mean, key, rows.used, rows.sequence, rows.batch, heads_kv, _OUTLIER**2, _SHARE
         )
         return result if rows.sequence is None else result[0], descale
     return _rounded_in_torch(x, rows, heads_kv, mean, key)
@@ -209,13 +210,16 @@ def _rounded_in_torch(
     largest = rows.largest(of_row.reshape(*of_row.shape[:-1], heads_kv, heads // heads_kv).amax(-1))
     descale = torch.where(largest > 0.0, largest / _LARGEST, 1.0)
     by_row = rows.by_row(descale, heads)
-    if key is None:
-        return _to_fp8(y / by_row), descale
-    # The error in the columns of x, where they have outliers: rotated back, rounded numbers and signs are exact.
-    error = x - torch.matmul(_to_fp8(y / by_row).to(torch.float32), matrix.t()) * (by_row * scale)
-    squares = x.square()
-    corrected = torch.where(squares > _OUTLIER**2 * squares.mean(-1, keepdim=True), x + error, x)
-    return _to_fp8(torch.matmul(corrected, matrix) * scale / by_row), descale
+    rounded = _to_fp8(y / by_row)
+    if key is not None:
+        squares, target = x.square(), x
+        outlier = squares > _OUTLIER**2 * squares.mean(-1, keepdim=True)
+        for _ in range(2):
+            # The error in the columns of x: rotated back, rounded numbers and signs are exact.
+            error = x - torch.matmul(rounded.to(torch.float32), matrix.t()) * (by_row * scale)
+            target = torch.where(outlier, target + _SHARE * error, target)
+            rounded = _to_fp8(torch.matmul(target, matrix) * scale / by_row)
+    return rounded, descale
 
 
 def _to_fp8(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _largest_kernel(
 def _round_kernel(
     x_pointer, mean_pointer, sequence_pointer, descale_pointer, out_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, heads, heads_kv, group, sequences, key, scale, outlier,
+    tiles, row_count, column_count, heads, heads_kv, group, sequences, key, scale, outlier, share,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
@@ -113,16 +113,20 @@ def _round_kernel(
     if ROTATE:
         width = OUT
         signs = _signs(columns, key, column_count)
-        once = _nearest(_hadamard(x * signs, BLOCK_M, OUT) * scale / descale)
-        # Zero signs keep the error out of the columns of padding.
-        error = x - _hadamard(once, BLOCK_M, OUT) * signs * (descale * scale)
         squares = x * x
-        mean_square = tl.sum(squares, 1) / column_count
-        x = tl.where(squares > outlier * mean_square[:, None], x + error, x)
-        x = _hadamard(x * signs, BLOCK_M, OUT) * scale
+        is_outlier = squares > outlier * (tl.sum(squares, 1) / column_count)[:, None]
+        target = x
+        rounded = _nearest(_hadamard(x * signs, BLOCK_M, OUT) * scale / descale)
+        for _ in tl.static_range(2):
+            # Zero signs keep the error out of the columns of padding.
+            error = x - _hadamard(rounded, BLOCK_M, OUT) * signs * (descale * scale)
+            target = tl.where(is_outlier, target + share * error, target)
+            rounded = _nearest(_hadamard(target * signs, BLOCK_M, OUT) * scale / descale)
+    else:
+        rounded = _nearest(x / descale)
     row = (batch.to(tl.int64) * row_count + rows.to(tl.int64)) * heads + head
     mask = (rows < row_count)[:, None] & (columns < width)[None, :]
-    tl.store(out_pointer + row[:, None] * width + columns[None, :], _nearest(x / descale).to(tl.float8e4nv), mask=mask)
+    tl.store(out_pointer + row[:, None] * width + columns[None, :], rounded.to(tl.float8e4nv), mask=mask)
 
 
 def rounded(
@@ -134,11 +138,13 @@ def rounded(
     sequences: int,
     heads_kv: int,
     outlier: float,
+    share: float,
 ) -> tuple[Tensor, Tensor]:
     """(x in FP8, descale (B, Hk)) of ``x`` (B, S, H, D), or packed (1, T, H, D) with the ``sequence`` of each row.
 
     ``mean`` (H, D) is taken off first, then ``key``'s signs and Hadamard's matrix rotate; ``used``: bool (B, S), rows
-    that count; ``outlier``: the square of how many times the root mean square of its row an outlier has.
+    that count; ``outlier``: the square of how many times the root mean square of its row an outlier has; ``share``: of
+    its error, what each of two further roundings makes up for.
     """
     batch, rows, heads, head_dim = x.shape
     columns = triton.next_power_of_2(head_dim) if key is None else max(64, triton.next_power_of_2(head_dim))
@@ -160,6 +166,6 @@ def rounded(
     if x.numel() > 0 and sequences > 0:
         _round_kernel[grid](
             x, mean, sequence, descale, out, *x.stride(), tiles, rows, head_dim, heads, heads_kv, heads // heads_kv,
-            sequences, key, scale, outlier, **constants,
+            sequences, key, scale, outlier, share, **constants,
         )  # fmt: skip
     return out, descale
