@@ -58,7 +58,7 @@ def test_a_wheel_holds_library_and_kernels(built: Path) -> None:
     for name in CONTENTS:
         assert len(wheel.read_member(f"flash_attn/{name}")) > 500
     info = json.loads(wheel.read_member("flash_attn/build_info.json"))
-    assert info["kernel_set"]["archs"] == ["90"]
+    assert info["kernel_set"]["archs"] == ["90", "90a"]  # 90a: the code for 9.0 of the family that is for it alone
     assert {key.split("-")[3] for key in info["kernel_set"]["keys"]} == {"d64"}
     assert info["version"] == wheel.metadata["Version"]
     assert info["cuda_build"] is True
@@ -80,7 +80,8 @@ def test_install_from_an_index_without_toolkit_or_gpu(environment: Environment, 
     package = environment.folder / f"lib/python3.{sys.version_info.minor}/site-packages/flash_attn"
     assert all((package / name).is_file() for name in CONTENTS)
     archive = read(package / "flash_attn.kernels")
-    assert archive.archs == ["90"]
+    assert archive.archs == ["90", "90a"]
+    assert {image[48] for image in archive.images} == {90}  # e_flags of the cubins
     assert all("-d64-" in key for key in archive.keys)
     environment.pip("uninstall", "--yes", "flash-attn", environ=environ)
     assert not package.exists()
