@@ -22,6 +22,7 @@ CASES = [
         "torch_cache_cases.py",
         "torch_family_cases.py",
         "torch_fp8_cases.py",
+        "torch_rotary_cases.py",
     )
     for case in re.findall(r"^def (case_\w+)", (HELPERS / name).read_text(), re.MULTILINE)
 ]
