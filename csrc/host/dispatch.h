@@ -53,8 +53,9 @@ struct Kernel {
   bool masked;       // of a mask kind that makes some tiles longer than others
 };
 
-// The kernel with the smallest head dim that holds the query's, of the preferred family that can run on the device. Loads
-// it at its first use on a device, also while a stream is being captured. Safe from several threads.
+// Of the kernels that hold the query's head dim and can run on the device, that of the smallest head dim and the
+// preferred family, for which the head dim may be a third larger. Loads it at its first use on a device, also while a stream
+// is being captured. Safe from several threads.
 const Kernel& resolve(const KernelQuery& query);
 
 // What a caller asks of the scores besides scaling, in the words of the Python API.

@@ -140,7 +140,11 @@ struct Choice {
   int image_count;
 };
 
-// The smallest head dim that holds the query's, in the preferred family of those that have it for this GPU.
+// What a kernel costs, in no unit: a preferred family is worth a third more of padding. buildtools/jit.py has the same rule.
+// `rank`: of the family, 0 for the most preferred.
+uint32_t cost_of(int rank, uint32_t head_dim) { return head_dim * (rank == kFamilyCount - 1 ? 4 : 3); }
+
+// The kernel that costs least of those that hold the query's head dim; of equal ones, the preferred family's.
 Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts& gpu) {
   if (query.dtype == Dtype::e4m3 && gpu.capability() != kFp8Capability) {
     fail("FP8 attention needs a GPU of compute capability %d.%d; %s (device %d) has %d.%d. Use float16 or bfloat16.",
@@ -149,6 +153,7 @@ Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts&
   const int forced = forced_family_of(query);
   const bool backwards = query.preference == Preference::latency && forced < 0;
   Choice best = {};
+  uint32_t best_cost = 0;
   int best_rank = kFamilyCount;
   bool key_exists = false;
   KernelGroup without_arch = {};
@@ -172,10 +177,10 @@ Choice choose(const KernelSet& set, const KernelQuery& query, const DeviceFacts&
       continue;
     }
     const int rank = backwards ? kFamilyCount - 1 - family : family;
-    const bool first = best.image_count == 0;
-    const uint32_t best_head_dim = first ? 0 : best.images[0]->head_dim;
-    if (first || record.head_dim < best_head_dim || (record.head_dim == best_head_dim && rank < best_rank)) {
+    const uint32_t cost = cost_of(rank, record.head_dim);
+    if (best.image_count == 0 || cost < best_cost || (cost == best_cost && rank < best_rank)) {
       best = found;
+      best_cost = cost;
       best_rank = rank;
     }
   }

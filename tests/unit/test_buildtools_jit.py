@@ -100,6 +100,13 @@ def test_a_family_for_one_gpu(tree: Path) -> None:
         assert names[: len(keys)] == keys
     (first, *_) = jit.candidates(table, replace(FWD, families=("sm80",)), Target(90), None, [])
     assert first.key == "fwd-sm80-bf16-d64-full"
+    # It may pad by a third more than the last family, and no further.
+    for slow, fast, key in ((96, 128, "fwd-sm90-bf16-d128-full"), (64, 128, "fwd-sm80-bf16-d64-full")):
+        rows = [replace(table.select(["fwd-sm80-bf16-d64-full"])[0], head_dim=slow)]
+        rows.append(replace(rows[0], family="sm90", head_dim=fast))
+        few = replace(table, rows=tuple(rows))
+        (first, *_) = jit.candidates(few, replace(FWD, families=families), Target(90), [80, 90], [])
+        assert first.key == key
 
 
 @pytest.mark.parametrize(("head_dim", "built"), [(8, 64), (64, 64), (72, 128), (128, 128)])

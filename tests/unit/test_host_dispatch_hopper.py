@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_support import Machine, every_kernel, fast_kernels
+from host_support import Machine, every_kernel, fast_kernels, kernel
 
 from buildtools import archive
 
@@ -31,6 +31,19 @@ def test_fastest_family_of_the_gpu(hopper: Machine) -> None:
     hopper.devices = "10.0:232448:NVIDIA B200"
     assert hopper.run(f"fwd {CALL}") == ["ok"]
     assert [load["key"] for load in hopper.log("load")] == [FWD]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "key"),
+    [(64, "sm80-bf16-d64"), (72, "sm90-bf16-d128"), (96, "sm90-bf16-d128"), (104, "sm90-bf16-d128"),
+     (136, "sm90-bf16-d256"), (192, "sm90-bf16-d256"), (200, "sm90-bf16-d256")],
+)  # fmt: skip
+def test_a_faster_family_pads_by_a_third(hopper: Machine, head_dim: int, key: str) -> None:
+    slow = [kernel(f"bwd-sm80-bf16-d{built}-causal", "90") for built in (64, 96, 128, 192, 256)]
+    fast = [kernel(f"bwd-sm90-bf16-d{built}-causal", "90a") for built in (128, 256)]
+    hopper.write_kernels(archive.pack("x", slow + fast))
+    assert hopper.run(f"bwd 0 bf16 causal {head_dim} 1 64 64 1 1")[0].startswith("ok")
+    assert [load["key"] for load in hopper.log("load")] == [f"bwd-{key}-causal"]
 
 
 def test_forced_family(hopper: Machine) -> None:
