@@ -25,7 +25,7 @@ way                     4,096 keys  8,192 keys
 ======================  ==========  ==========
 one factor a tensor     1.8e-2      2.4e-2
 rotated                 8.6e-3      9.4e-3
-outliers rounded twice  8.3e-3      9.2e-3
+outliers rounded again  8.2e-3      8.95e-3
 ======================  ==========  ==========
 
 FlashAttention-3's table has 2.4e-2, and 9.1e-3 at best. Nearly half of the square of what is left is the rounding of

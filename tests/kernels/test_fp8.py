@@ -134,7 +134,7 @@ def test_many_short_sequences():
 
 @on_hopper
 def test_one_call_from_bfloat16():
-    """N(0, 1) with 0.1 % of N(0, 100): below the published 9.1e-3 (8.0e-3 by the emulation)."""
+    """N(0, 1) with 0.1 % of N(0, 100): below the published 9.1e-3."""
     squares = 0.0
     for seed in range(4):
         generator = torch.Generator().manual_seed(seed)
