@@ -238,7 +238,14 @@ bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows
   constexpr int kManyBlocks = 64;
   params.tma.heads_per_group = fwd.blocks_m >= kManyBlocks ? fwd.batch * fwd.heads : 1;
   params.tma.next_tile = nullptr;  // dealt in rounds
-  launch_early(cuda, kernel, 1, persistent_grid(kernel, fwd, sm_margin), kernel.record->smem_bytes, &params, stream);
+  const unsigned grid = persistent_grid(kernel, fwd, sm_margin);
+  if (value_tiles > 0) {
+    launch_early(cuda, kernel, 1, grid, kernel.record->smem_bytes, &params, stream);
+  } else {
+    // Only the thread that loads waits, for flash_transpose_v: rows that see no key are written at once. Without that launch
+    // they could be written under whatever kernel came before.
+    launch(cuda, kernel, 1, grid, kernel.record->smem_bytes, &params, stream);
+  }
   return true;
 }
 

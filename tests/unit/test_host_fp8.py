@@ -29,6 +29,7 @@ def test_launches(machine: Machine) -> None:
     assert (values["entry"], values["grid"], values["smem"]) == ("flash_transpose_v", f"{tiles},1", "0")
     assert (forward["entry"], forward["grid"], forward["smem"]) == ("flash_fwd", str(2 * 8 * 3), "65536")
     assert (values["block"], forward["block"], forward["heads_per_group"]) == ("384", "384", "1")
+    assert (values["early"], forward["early"]) == ("0", "1")
 
 
 @pytest.mark.parametrize(("head_dim", "columns", "swizzle"), [(64, 64, 2), (48, 64, 2), (128, 128, 3), (80, 128, 3)])
@@ -52,9 +53,9 @@ def test_packed_sequences_begin_tiles_of_their_own(machine: Machine) -> None:
 
 
 def test_no_keys(machine: Machine) -> None:
-    """Rows that see nothing are the forward's to write; there is nothing to put into tiles."""
+    """Rows that see nothing are the forward's to write; there is nothing to put into tiles or to overlap."""
     assert machine.run("fwd 0 e4m3 causal 128 2 300 0 8 2") == ["ok workspace=0 tiles=0"]
-    assert [launch["entry"] for launch in machine.log("launch")] == ["flash_fwd"]
+    assert [(launch["entry"], launch["early"]) for launch in machine.log("launch")] == [("flash_fwd", "0")]
     assert len(machine.log("map")) == 1
 
 

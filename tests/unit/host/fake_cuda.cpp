@@ -349,11 +349,11 @@ int launch_kernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gri
     }
     log("launch key=%s arch=%s entry=%s grid=%u block=%u smem=%u stream=%p device=%d batch=%d heads=%d heads_kv=%d group=%d "
         "seqlen_q=%d seqlen_k=%d head_dim=%d head_dim_v=%d blocks_m=%d scale=%.6f scale_log2=%.6f heads_per_group=%d "
-        "counter=%d",
+        "counter=%d early=%d",
         f.module->key.c_str(), f.module->arch.c_str(), f.entry.c_str(), grid_x, block_x, shared_bytes, stream,
         device_of(context), p.batch, p.heads, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.head_dim,
         p.head_dim_v, p.blocks_m, static_cast<double>(p.scale), static_cast<double>(p.scale_log2), heads_per_group,
-        counter != nullptr);
+        counter != nullptr, early);
   } else {
     BwdParams p;
     memcpy(&p, parameters[0], sizeof(p));
