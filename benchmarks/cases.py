@@ -15,7 +15,6 @@ TOKENS = 16384  # batch times sequence length of a forward or backward
 HIDDEN = 2048  # heads times head dim
 LENGTHS = {"1k": 1024, "4k": 4096, "8k": 8192, "16k": 16384, "64k": 65536}
 OURS, FLASH, CUDNN = "flash_attn", "FLASH", "CUDNN"
-PROVIDERS = (OURS, FLASH, CUDNN)
 UNITS = {
     "fwd": "TFLOP/s",
     "bwd": "TFLOP/s",

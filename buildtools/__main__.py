@@ -236,6 +236,7 @@ def _compile(options: argparse.Namespace) -> int:
     library = find_nvrtc(os.environ, sys.path, load_nvrtc)
     compiled = compile_kernel(library, kernel, SourceTree(ROOT / "csrc").closure(kernel.source))
     path = options.out or Path(f"{kernel.name}.{'ptx' if kernel.arch.ptx else 'cubin'}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, compiled.image)
     print(f"{path}: {len(compiled.image)} bytes, {kernel.smem_bytes} bytes of shared memory")
     for name, entry in compiled.report.entries.items():

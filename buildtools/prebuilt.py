@@ -39,11 +39,6 @@ class Plan:
     decision: Decision | None = None
     because: str = ""
 
-    @property
-    def missed(self) -> bool:
-        """A wheel was looked for, and there is none."""
-        return self.decision is not None and self.wheel is None
-
 
 def make_plan(root: Path, environ: Mapping[str, str], variables: Variables, search_path: Sequence[str]) -> Plan:
     """What to do in the tree `root`; needs no network. NoWheelError where that is to compile and it is forbidden."""

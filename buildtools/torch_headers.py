@@ -6,15 +6,11 @@ from torch's own wheel.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
-import tempfile
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from . import pip_download
 from .errors import TorchHeadersError
 from .matrix import HostLibrary
 from .nvrtc import target_search_path
@@ -76,9 +72,8 @@ def _candidates(row: HostLibrary, environ: Mapping[str, str], search_path: Seque
 
 
 def cache_folder(row: HostLibrary, environ: Mapping[str, str]) -> Path:
-    """Where `fetch` puts the headers of `row`: $XDG_CACHE_HOME or ~/.cache."""
-    base = environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base, "flash_attn_headers", f"torch-{row.headers}")
+    """Where `fetch` puts the headers of `row`."""
+    return pip_download.cache_folder("flash_attn_headers", environ) / f"torch-{row.headers}"
 
 
 def fetch(row: HostLibrary, environ: Mapping[str, str]) -> Path:
@@ -87,25 +82,11 @@ def fetch(row: HostLibrary, environ: Mapping[str, str]) -> Path:
     include = folder / "torch" / "include"
     if include_version(include) is not None:
         return include
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Below the cache: temporary folders are often in memory, and the wheel is large.
-    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *_WHEEL]
-        command += ["--no-cache-dir", "--dest", scratch, f"torch=={row.headers}"]
-        result = subprocess.run(command, env=dict(environ), stderr=subprocess.PIPE, text=True, check=False)
-        wheels = list(Path(scratch).glob("torch-*.whl"))
-        if result.returncode != 0 or len(wheels) != 1:
-            raise TorchHeadersError(
-                f"pip could not download torch {row.headers}",
-                why=result.stderr.strip() or "it wrote no wheel",
-                fix="see that pip reaches an index, or set FLASH_ATTN_TORCH to the folder of an installed torch",
-            )
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            names = [name for name in wheel.namelist() if name.startswith("torch/include/")]
-            wheel.extractall(Path(scratch, "headers"), names)
-        try:
-            os.rename(Path(scratch, "headers"), folder)
-        except OSError:  # another process was faster
-            if include_version(include) is None:
-                raise
+    why = pip_download.download(f"torch=={row.headers}", folder, environ, _WHEEL, "torch/include/")
+    if why:
+        raise TorchHeadersError(
+            f"pip could not download torch {row.headers}",
+            why=why,
+            fix="see that pip reaches an index, or set FLASH_ATTN_TORCH to the folder of an installed torch",
+        )
     return include

@@ -350,9 +350,9 @@ def buildtools(tree: Path, *arguments: str, **environ: str) -> subprocess.Comple
 
 
 def test_compile_command(tree):
-    result = buildtools(tree, "compile", FWD, "--arch", "9.0", "--out", "x.cubin")
+    result = buildtools(tree, "compile", FWD, "--arch", "9.0", "--out", "made/x.cubin")
     assert result.returncode == 0, result.stderr
-    assert (tree / "x.cubin").read_bytes()[:4] == b"\x7fELF"
+    assert (tree / "made" / "x.cubin").read_bytes()[:4] == b"\x7fELF"
     assert "flash_fwd: " in result.stdout
     assert "registers" in result.stdout
 

@@ -83,7 +83,8 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// 9.7.13.1 barrier: named barriers among some of the warps.
+// 9.7.13.1 barrier: named barriers among some of the warps. Not ptx::named_sync, whose `.aligned` form ptxas compiles to
+// other code around it.
 __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
