@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import flash_attn
-from flash_attn import flash_attn_combine
+from flash_attn import checks, flash_attn_combine
 from flash_attn.errors import ArgumentError
 
 __all__ = [
@@ -274,4 +274,5 @@ def get_scheduler_metadata(
     sm_margin: int = 0,
 ) -> Tensor:
     """An empty int32 tensor on cache_seqlens' device: the kernels divide the work themselves, on the device."""
+    cache_seqlens = checks.tensor_of("cache_seqlens", cache_seqlens)
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)

@@ -124,7 +124,10 @@ def attend_fp8(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     for name, option in (("alibi_slopes", request.alibi_slopes), ("qv", request.qv)):
         if option is not None:
             raise UnsupportedFeatureError(f"{name} must be None with FP8 inputs.")
-    check_no_gradient(q=q, k=k, v=v, learnable_sink=request.learnable_sink)
+    check_no_gradient(
+        q=q, k=k, v=v, learnable_sink=request.learnable_sink,
+        q_descale=request.q_descale, k_descale=request.k_descale, v_descale=request.v_descale,
+    )  # fmt: skip
     p = problem_of(q, k.shape, request)
     out, lse = forward_fp8(q, k, v, p, request.q_descale, request.k_descale, request.v_descale)
     return _result(out, k, out, lse, p, request)  # without dropout, of q only the dtype of an empty tensor counts
@@ -220,7 +223,7 @@ def positive_scale(q: Tensor, p: Problem) -> tuple[Tensor, Problem]:
 
 
 def _requires_grad(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad
+    return isinstance(x, Tensor) and x.requires_grad
 
 
 def _is_plain(q: Tensor, v: Tensor, p: Problem) -> bool:

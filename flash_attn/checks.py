@@ -6,6 +6,7 @@ Each function returns what it checked, converted where that is harmless, or rais
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "cu_seqlens_of",
     "descale_of",
     "length_of",
+    "number_of",
     "numbers_of",
     "same_device",
     "scale_of",
@@ -51,6 +53,7 @@ CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 FP8 = torch.float8_e4m3fn
 _DTYPES_WITH_FP8 = (*KERNEL_DTYPES, FP8)
 _DEVICES = ("cuda", "cpu", "meta")
+_NUMBERS = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
 # Lengths, and so distances between a query and a key, are below this.
 _FAR = 2**30
 _NO_WINDOWS = (NO_WINDOW, NO_WINDOW)
@@ -195,18 +198,27 @@ def scale_of(softmax_scale: float | None, head_dim: int) -> float:
         return float(head_dim**-0.5)
     if isinstance(softmax_scale, Tensor):
         raise ArgumentError("softmax_scale must be a number or None, got a tensor: reading it would stall the GPU.")
+    if not isinstance(softmax_scale, _NUMBERS):
+        raise ArgumentError(f"softmax_scale must be a number or None, got {softmax_scale!r}.")
     return softmax_scale
 
 
+def number_of(name: str, x: Any) -> Any:
+    """A number; a tensor of one on the CPU passes for it."""
+    if not isinstance(x, _NUMBERS) and not (isinstance(x, Tensor) and x.device.type == "cpu" and x.numel() == 1):
+        raise ArgumentError(f"{name} must be a number, got {x!r}.")
+    return x
+
+
 def check_dropout(dropout_p: float, softcap: float = 0.0) -> None:
-    if not 0.0 <= dropout_p < 1.0:
+    if not 0.0 <= number_of("dropout_p", dropout_p) < 1.0:
         raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}.")
     if dropout_p > 0.0 and softcap > 0.0:
         raise ArgumentError(f"softcap does not go together with dropout: softcap={softcap}, dropout_p={dropout_p}.")
 
 
 def check_softcap(softcap: float) -> None:
-    if not softcap >= 0.0:
+    if not number_of("softcap", softcap) >= 0.0:
         raise ArgumentError(f"softcap must be 0.0 (none) or positive, got {softcap}.")
 
 

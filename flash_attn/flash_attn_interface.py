@@ -17,7 +17,7 @@ from torch.compiler import is_compiling
 
 from ._ops import ATTENTION, FWD, apply_attention
 from .attend import Request, Result, attend, attend_packed
-from .checks import FP8, KERNEL_DTYPES, MAX_HEAD_DIM, check_qkv
+from .checks import FP8, KERNEL_DTYPES, MAX_HEAD_DIM, check_qkv, scale_of
 from .errors import ArgumentError
 from .kvcache import flash_attn_combine, flash_attn_with_kvcache
 from .sequence_parallel import (
@@ -189,11 +189,12 @@ def flash_attn_func(
 
     if softmax_scale is None:
         softmax_scale = q_shape[3] ** -0.5
-    elif isinstance(softmax_scale, Tensor):
-        raise ArgumentError("softmax_scale must be a number or None, got a tensor: reading it would stall the GPU.")
-    elif softmax_scale <= 0.0:
-        # The kernels take the largest raw score for the largest score: only a positive scale keeps that order.
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (q * 0, 1.0)
+    else:
+        if type(softmax_scale) is not float:
+            softmax_scale = scale_of(softmax_scale, q_shape[3])
+        if softmax_scale <= 0.0:
+            # The kernels take the largest raw score for the largest score: only a positive scale keeps that order.
+            q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0.0 else (q * 0, 1.0)
     causal, deterministic = bool(causal), bool(deterministic)
 
     if is_compiling():

@@ -14,7 +14,8 @@ from ._ops_cache import APPEND, DECODE, KVCACHE, ROTARY
 from .attend import ROWS_OF_SLABS, decoding_is_faster, forward_fp8, forward_without_gradient
 from .errors import ArgumentError, DtypeError, ShapeError, UnsupportedFeatureError
 from .problem import Problem
-from .reference_cache import gather_pages, rotate, select
+from .reference_cache import check_places, gather_pages, rotate, select
+from .reference_general import boundaries
 
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
 
@@ -102,6 +103,8 @@ def flash_attn_with_kvcache(
     if torch.is_grad_enabled():  # an operator without a gradient must not be given what wants one
         q, k_cache, v_cache = _detached(q), _detached(k_cache), _detached(v_cache)
         k, v, qv, learnable_sink, alibi_slopes = map(_detached, (k, v, qv, learnable_sink, alibi_slopes))
+    if sm_margin != 0:
+        checks.sm_margin_of(sm_margin)
     usual = qv is rotary_seqlens is cu_seqlens_q is cu_seqlens_k_new is q_descale is k_descale is v_descale is None
 
     # The usual call at once: the host library checks the tensors while it reads them. What it refuses goes the long way
@@ -151,25 +154,45 @@ def flash_attn_with_kvcache(
     fp8 = q.dtype is checks.FP8
     if fp8:
         _check_fp8(cache, k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, qv=qv)
+        q_descale, k_descale, v_descale = map(_detached, (q_descale, k_descale, v_descale))
+        for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            checks.descale_of(name, x, cache.batch, cache.k.shape[2], q)
     else:
         checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     heads = q.shape[-2]
     alibi = checks.alibi_slopes_of(alibi_slopes, cache.batch, heads, q)
     sink = checks.sink_of(learnable_sink, heads, q)
     scale = checks.scale_of(softmax_scale, q.shape[-1] + (0 if qv is None else v_cache.shape[-1]))
+    if qv is not None:
+        _check_qv(q, qv, cache)
+    if cu_seqlens_q is not None:
+        cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q)
+        max_seqlen_q = checks.length_of("max_seqlen_q", max_seqlen_q)
+    else:
+        max_seqlen_q = q.shape[1]
     seldom = (splits, left, right, cache.leftpad, cache.batch_idx, alibi, sink, chunk, softcap)
     tokens = q.shape[0] if cu_seqlens_q is not None else q.shape[0] * q.shape[1]
     decodes = not fp8 and decoding_is_faster(tokens, heads, cache.batch, cache.k.shape[2], block_table is not None)
     if k is None:
-        for name, x in (("v", v), ("rotary_cos", rotary_cos), ("rotary_sin", rotary_sin)):
+        given = {"v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cu_seqlens_k_new": cu_seqlens_k_new}
+        for name, x in given.items():
             if x is not None:
                 raise ArgumentError(f"k must be given together with {name}: k is None, {name} is not.")
+        _check_contents(q, 0, cache, cu_seqlens_q)
     else:
         v = _check_new_rows(q, k, v, cache, cu_seqlens_k_new is not None)
         same_position = not causal and left < 0 and right < 0
         rotation = _rotation_of(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, same_position, q, cache)
-        if usual:
-            _check_room(1 if same_position else q.shape[1], k.shape[1], cache, rotation)
+        new: int | Tensor
+        if cu_seqlens_k_new is None:
+            new = k.shape[1]
+            rows = 1 if same_position or cu_seqlens_q is not None else q.shape[1]
+            _check_room(rows, new, cache, rotation)
+        else:
+            cu_seqlens_k_new = _starts_of_new_rows(k, cu_seqlens_k_new, cache)
+            new = cu_seqlens_k_new.diff()
+        # The last of the checks: from here on the cache is written.
+        _check_contents(q, new, cache, cu_seqlens_q)
         if usual and decodes and scale > 0.0:
             out, lse = KVCACHE(
                 q, cache.k, cache.v, k, v, rotation.cos, rotation.sin, rotation.interleaved, scale, causal,
@@ -179,15 +202,9 @@ def flash_attn_with_kvcache(
         q, cache = _append(q, k, v, cache, rotation, cu_seqlens_q, cu_seqlens_k_new)
 
     if qv is not None:
-        q, wide = _with_qv(q, qv, cache)
-        cache = cache._replace(k=wide)
+        q, cache = torch.cat((q, qv.to(q.dtype)), dim=-1), cache._replace(k=torch.cat((cache.k, cache.v), dim=-1))
     if scale <= 0.0 and not fp8:  # as in flash_attn_func
         q, scale = (-q, -scale) if scale < 0.0 else (q * 0, 1.0)
-    if cu_seqlens_q is not None:
-        cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q)
-        max_seqlen_q = checks.length_of("max_seqlen_q", max_seqlen_q)
-    else:
-        max_seqlen_q = q.shape[1]
     if decodes:
         out, lse = DECODE(
             q, cache.k, cache.v, scale, causal, *cache.place(), *seldom, cu_seqlens_q, max_seqlen_q
@@ -267,7 +284,7 @@ def _cache_of(
     cu_seqlens_q: Tensor | None,
 ) -> _Cache:
     """Checks q and everything about the cache."""
-    if not _cache_fits(q, k_cache, v_cache):
+    if cu_seqlens_q is not None or not _cache_fits(q, k_cache, v_cache):
         for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
             checks.tensor_of(name, x)
         _check_cache_tensors(q, k_cache, v_cache, cu_seqlens_q is not None, block_table is not None)
@@ -367,6 +384,34 @@ def _check_fp8(cache: _Cache, k: Tensor | None, **options: Tensor | None) -> Non
             )
 
 
+def _check_qv(q: Tensor, qv: Tensor, cache: _Cache) -> None:
+    checks.tensor_of("qv", qv)
+    checks.same_device("qv", qv, q)
+    wanted = (*q.shape[:-1], cache.v.shape[-1])
+    if tuple(qv.shape) != wanted:
+        raise ShapeError(f"qv must have q's shape and the values' head dim, {wanted}, got {checks.sizes(qv)}.")
+    together = q.shape[-1] + cache.v.shape[-1]
+    if together > checks.MAX_HEAD_DIM:
+        raise UnsupportedFeatureError(
+            f"qv needs head dims of q and v of {checks.MAX_HEAD_DIM} together at most, "
+            f"got {q.shape[-1]} + {cache.v.shape[-1]} = {together}."
+        )
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Whether what tensors beside ``x`` hold can be read without waiting: not on a GPU, and not while tracing."""
+    return x.is_cpu and type(x) is Tensor and not is_compiling()
+
+
+def _check_contents(q: Tensor, new: int | Tensor, cache: _Cache, cu_seqlens_q: Tensor | None) -> None:
+    """On the CPU, the numbers in tensors can be seen. ``new``: how many rows each sequence is about to get."""
+    if not _has_numbers(q):
+        return
+    if cu_seqlens_q is not None:
+        boundaries("cu_seqlens_q", q, cu_seqlens_q)
+    check_places(cache.block_table, cache.batch_idx, cache.k, cache.starts() + new)
+
+
 # New keys and values.
 
 
@@ -420,7 +465,11 @@ def _check_new_rows(q: Tensor, k: Tensor, v: Tensor | None, cache: _Cache, packe
     """Checks k and v, and returns v."""
     v, k = checks.tensor_of("v", v), checks.tensor_of("k", k)
     heads_kv = cache.k.shape[2]
-    lengths = tuple(k.shape[:1]) if packed else (cache.batch, k.shape[1] if k.dim() == 4 else 0)
+    layout = "(T, Hk, D)" if packed else "(B, Sn, Hk, D)"
+    rank = layout.count(",") + 1
+    if k.dim() != rank:
+        raise ShapeError(f"k must have {rank} dimensions, {layout}, got {k.dim()}: {checks.sizes(k)}.")
+    lengths = tuple(k.shape[:1]) if packed else (cache.batch, k.shape[1])
     for name, x, head_dim in (("k", k, cache.k.shape[3]), ("v", v, cache.v.shape[3])):
         checks.same_device(name, x, q)
         if x.dtype != q.dtype:
@@ -444,11 +493,22 @@ def _check_room(query_rows: int, new: int, cache: _Cache, rotation: _Rotation) -
             f"{cache.capacity}."
         )
     positions = max(new, query_rows)
-    if rotation.cos is not None and length + positions > rotation.cos.shape[0]:
+    if rotation.cos is not None and rotation.starts is None and length + positions > rotation.cos.shape[0]:
         raise ShapeError(
             f"rotary_cos must have a position for each new row: {length} + {positions} are needed, "
             f"got {rotation.cos.shape[0]}."
         )
+
+
+def _starts_of_new_rows(k: Tensor, cu_seqlens_k_new: Tensor, cache: _Cache) -> Tensor:
+    x = checks.cu_seqlens_of("cu_seqlens_k_new", cu_seqlens_k_new, k)
+    if x.shape[0] != cache.batch + 1:
+        raise ShapeError(
+            f"cu_seqlens_k_new must have shape (B + 1,), ({cache.batch + 1},) here, got {checks.sizes(x)}."
+        )
+    if _has_numbers(k):
+        boundaries("cu_seqlens_k_new", k, x)
+    return x
 
 
 def _append(
@@ -463,17 +523,19 @@ def _append(
     """Write k and v, packed or not, into the cache, with positions of their own or not: (q, rotated; the cache after
     it)."""
     starts = cache.starts()
+    if cache.batch == 0:  # no row belongs to any sequence
+        return q, cache
     if rotation.cos is not None and rotation.sin is not None:
         positions = starts if cache.leftpad is None else starts - cache.leftpad
         if rotation.starts is not None:
             positions = rotation.starts
-        k = _rotated("cu_seqlens_k_new", k, positions, cu_seqlens_k_new, rotation, False, q)
-        q = _rotated("cu_seqlens_q", q, positions, cu_seqlens_q, rotation, rotation.same_position, q)
+        k = _rotated(k, positions, cu_seqlens_k_new, rotation, False)
+        q = _rotated(q, positions, cu_seqlens_q, rotation, rotation.same_position)
     if cu_seqlens_k_new is None:
         APPEND(*_as_moved(k, v, cache.k, cache.v), starts, 0, cache.batch_idx, cache.block_table)
         return q, cache._replace(lengths=starts + k.shape[1], length=None)
     # Every token is handed over as a sequence of its own, of one row, with its own place.
-    tokens = _Tokens.of("cu_seqlens_k_new", k, cu_seqlens_k_new, cache.batch, q)
+    tokens = _Tokens.of(k, cu_seqlens_k_new)
     rows = torch.where(tokens.exists, tokens.at(starts), -1).to(torch.int32)
     slab = tokens.sequence.to(torch.int32) if cache.batch_idx is None else cache.batch_idx[tokens.sequence]
     block_table = None if cache.block_table is None else cache.block_table[tokens.sequence]
@@ -489,12 +551,10 @@ def _as_moved(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[T
     return tuple(x.view(torch.bfloat16) for x in (k.contiguous(), v.contiguous(), k_cache, v_cache))
 
 
-def _rotated(
-    name: str, x: Tensor, starts: Tensor, cu_seqlens: Tensor | None, rotation: _Rotation, same_position: bool, q: Tensor
-) -> Tensor:
+def _rotated(x: Tensor, starts: Tensor, cu_seqlens: Tensor | None, rotation: _Rotation, same_position: bool) -> Tensor:
     """x, its rows rotated by their positions from ``starts`` (B) on, or all by the first one.
 
-    ``cu_seqlens``, the argument ``name``, if x is packed.
+    ``cu_seqlens`` if x is packed.
     """
     assert rotation.cos is not None
     assert rotation.sin is not None
@@ -502,10 +562,8 @@ def _rotated(
         if cu_seqlens is None:
             positions = starts.to(torch.int64)[:, None].expand(x.shape[0], x.shape[1])
         else:
-            positions = _Tokens.of(name, x, cu_seqlens, starts.shape[0], q).of_sequence(starts)
+            positions = _Tokens.of(x, cu_seqlens).of_sequence(starts)
         return rotate(x, rotation.cos, rotation.sin, positions, rotation.interleaved, False)
-    if cu_seqlens is not None:
-        cu_seqlens = checks.cu_seqlens_of(name, cu_seqlens, q)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     longest = x.shape[0 if cu_seqlens is not None else 1]
     ROTARY(x, out, rotation.cos, rotation.sin, starts, 0, cu_seqlens, longest, rotation.interleaved, False)
@@ -521,12 +579,9 @@ class _Tokens(NamedTuple):
     counts: Tensor  # int32 (B), tokens of each sequence
 
     @classmethod
-    def of(cls, name: str, x: Tensor, cu_seqlens: Tensor, batch: int, q: Tensor) -> _Tokens:
-        cu_seqlens = checks.cu_seqlens_of(name, cu_seqlens, q)
-        if cu_seqlens.shape[0] != batch + 1:
-            raise ShapeError(f"{name} must have shape (B + 1,), ({batch + 1},) here, got {checks.sizes(cu_seqlens)}.")
-        token = torch.arange(x.shape[0], device=q.device)
-        sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=batch - 1)
+    def of(cls, x: Tensor, cu_seqlens: Tensor) -> _Tokens:
+        token = torch.arange(x.shape[0], device=x.device)
+        sequence = torch.searchsorted(cu_seqlens[1:], token, right=True).clamp(max=cu_seqlens.shape[0] - 2)
         return cls(sequence, token - cu_seqlens[sequence], token < cu_seqlens[-1], cu_seqlens.diff())
 
     def of_sequence(self, values: Tensor) -> Tensor:
@@ -535,22 +590,6 @@ class _Tokens(NamedTuple):
 
     def at(self, starts: Tensor) -> Tensor:
         return self.of_sequence(starts) + self.row
-
-
-def _with_qv(q: Tensor, qv: Tensor, cache: _Cache) -> tuple[Tensor, Tensor]:
-    """q and the cache's keys with the values' columns beside theirs."""
-    checks.tensor_of("qv", qv)
-    checks.same_device("qv", qv, q)
-    wanted = (*q.shape[:-1], cache.v.shape[-1])
-    if tuple(qv.shape) != wanted:
-        raise ShapeError(f"qv must have q's shape and the values' head dim, {wanted}, got {checks.sizes(qv)}.")
-    together = q.shape[-1] + cache.v.shape[-1]
-    if together > checks.MAX_HEAD_DIM:
-        raise UnsupportedFeatureError(
-            f"qv needs head dims of q and v of {checks.MAX_HEAD_DIM} together at most, "
-            f"got {q.shape[-1]} + {cache.v.shape[-1]} = {together}."
-        )
-    return torch.cat((q, qv.to(q.dtype)), dim=-1), torch.cat((cache.k, cache.v), dim=-1)
 
 
 # Partial results.

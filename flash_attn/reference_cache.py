@@ -16,7 +16,17 @@ from .errors import ShapeError
 from .problem import Problem
 from .reference import lse_dtype
 
-__all__ = ["append", "decode", "gather_pages", "kvcache", "rotary", "rotary_positions", "rotate", "select"]
+__all__ = [
+    "append",
+    "check_places",
+    "decode",
+    "gather_pages",
+    "kvcache",
+    "rotary",
+    "rotary_positions",
+    "rotate",
+    "select",
+]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, conjugate: bool) -> Tensor:
@@ -118,14 +128,21 @@ def gather_pages(pages: Tensor, block_table: Tensor) -> Tensor:
     return gathered.reshape(block_table.shape[0], block_table.shape[1] * pages.shape[1], *pages.shape[2:])
 
 
-def _check_pages(block_table: Tensor, page_count: int, page_size: int, seqused_k: Tensor | None) -> None:
-    """On the CPU, an entry that is used and is no page can be seen."""
-    for number, pages in enumerate(block_table.tolist()):
-        length = len(pages) * page_size if seqused_k is None else int(seqused_k[number])
-        for i, page in enumerate(pages[: -(-length // page_size)]):
-            if not 0 <= page < page_count:
+def check_places(block_table: Tensor | None, cache_batch_idx: Tensor | None, k_cache: Tensor, lengths: Tensor) -> None:
+    """On the CPU, a page that is used and does not exist can be seen, and so can a slab; ``lengths`` (B) in rows."""
+    count, page_size = k_cache.shape[:2]
+    if block_table is not None:
+        for number, (pages, length) in enumerate(zip(block_table.tolist(), lengths.tolist(), strict=True)):
+            for i, page in enumerate(pages[: max(0, -(-length // page_size))]):
+                if not 0 <= page < count:
+                    raise ShapeError(
+                        f"block_table must hold page numbers from 0 to {count - 1}, got {page} at ({number}, {i})."
+                    )
+    if cache_batch_idx is not None:
+        for number, slab in enumerate(cache_batch_idx.tolist()):
+            if not 0 <= slab < count:
                 raise ShapeError(
-                    f"block_table must hold page numbers from 0 to {page_count - 1}, got {page} at ({number}, {i})."
+                    f"cache_batch_idx must hold numbers of slabs from 0 to {count - 1}, got {slab} at ({number},)."
                 )
 
 
@@ -154,8 +171,10 @@ def decode(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     if seqlens_k is None and seqlen_k >= 0:
         seqlens_k = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    full = torch.full((batch,), capacity, dtype=torch.int32, device=q.device)
+    check_places(block_table, cache_batch_idx, k_cache, full if seqlens_k is None else seqlens_k)
     if block_table is not None:
-        _check_pages(block_table, k_cache.shape[0], k_cache.shape[1], seqlens_k)
         k, v = gather_pages(k_cache, block_table), gather_pages(v_cache, block_table)
     elif cache_batch_idx is not None:
         k, v = k_cache.index_select(0, cache_batch_idx), v_cache.index_select(0, cache_batch_idx)

@@ -26,7 +26,7 @@ from .errors import ShapeError
 from .problem import Problem
 from .reference import lse_dtype
 
-__all__ = ["backward", "forward", "masked_scores", "sequences", "softmax_weights", "visible_keys"]
+__all__ = ["backward", "boundaries", "forward", "masked_scores", "sequences", "softmax_weights", "visible_keys"]
 
 
 class _Sequence(NamedTuple):
@@ -48,7 +48,7 @@ class _Sequence(NamedTuple):
         return (x if self.q_batch is None else x[self.q_batch])[:, self.q_rows]
 
 
-def _boundaries(name: str, x: Tensor, cu_seqlens: Tensor) -> list[int]:
+def boundaries(name: str, x: Tensor, cu_seqlens: Tensor) -> list[int]:
     """cu_seqlens as numbers. On the CPU, what is wrong with them can be seen."""
     values: list[int] = cu_seqlens.tolist()
     ascending = all(a <= b for a, b in itertools.pairwise(values))
@@ -59,8 +59,8 @@ def _boundaries(name: str, x: Tensor, cu_seqlens: Tensor) -> list[int]:
 
 def sequences(q: Tensor, k: Tensor, p: Problem) -> Iterator[_Sequence]:
     """Of the whole batch; rows that do not count are in none of them."""
-    q_bounds = None if p.cu_seqlens_q is None else _boundaries("cu_seqlens_q", q, p.cu_seqlens_q)
-    k_bounds = None if p.cu_seqlens_k is None else _boundaries("cu_seqlens_k", k, p.cu_seqlens_k)
+    q_bounds = None if p.cu_seqlens_q is None else boundaries("cu_seqlens_q", q, p.cu_seqlens_q)
+    k_bounds = None if p.cu_seqlens_k is None else boundaries("cu_seqlens_k", k, p.cu_seqlens_k)
     used_q, used_k, leftpad = (None if x is None else x.tolist() for x in (p.seqused_q, p.seqused_k, p.leftpad_k))
     for number in range(p.batch(q)):
         q_first, q_last = (0, q.shape[1]) if q_bounds is None else q_bounds[number : number + 2]

@@ -7,6 +7,7 @@ from torch import zeros
 import flash_attn
 from flash_attn import errors, flash_attn_func
 from flash_attn.errors import ArgumentError, DeviceError, DtypeError, ShapeError
+from flash_attn_interface import get_scheduler_metadata
 
 
 def good(**changes):
@@ -55,6 +56,10 @@ BAD_VALUES = [
     (ValueError, {"softcap": 5.0, "dropout_p": 0.1}, r"^softcap does not go together with dropout.*5\.0.*0\.1"),
     (ValueError, {"softmax_scale": torch.tensor(0.5)}, r"^softmax_scale must be a number or None, got a tensor"),
     (ValueError, {"softmax_scale": torch.tensor(0.5), "softcap": 1.0}, r"^softmax_scale must be a number or None"),
+    (ValueError, {"softmax_scale": "0.5"}, r"^softmax_scale must be a number or None, got '0\.5'"),
+    (ValueError, {"softmax_scale": [1], "softcap": 1.0}, r"^softmax_scale must be a number or None, got \[1\]"),
+    (ValueError, {"softcap": None}, r"^softcap must be a number, got None"),
+    (ValueError, {"dropout_p": "0.1"}, r"^dropout_p must be a number, got '0\.1'"),
     (ValueError, {"window_size": (1, 2, 3)}, r"^window_size must be two integers.*\(1, 2, 3\)"),
     (ValueError, {"window_size": None}, r"^window_size must be two integers.*None"),
     (ValueError, {"window_size": (1.5, 0)}, r"^window_size must be two integers.*1\.5"),
@@ -225,6 +230,8 @@ def cached(**changes):
 
 
 NOTHING_NEW = {"k": None, "v": None, "rotary_cos": None, "rotary_sin": None}
+PACKED_Q = {"q": zeros(6, 4, 8), "cu_seqlens_q": int32(0, 3, 6), "max_seqlen_q": 3}
+PACKED_K = {"k": torch.ones(6, 2, 8), "v": torch.ones(6, 2, 8)}
 BAD_CACHE = [
     (ArgumentError, {"k_cache": None}, r"^k_cache must be a torch\.Tensor, got NoneType"),
     (ShapeError, {"k_cache": zeros(20, 2, 8)}, r"^k_cache must have 4 dimensions, \(Bc, capacity, Hk, D\), got 3"),
@@ -264,6 +271,21 @@ BAD_CACHE = [
     (ArgumentError, {"window_size": 3}, r"^window_size must be two integers"),
     (ShapeError, {"alibi_slopes": torch.ones(3)}, r"^alibi_slopes must have shape"),
     (ValueError, {"v_descale": torch.ones(2, 2)}, r"^v_descale is for FP8"),
+    (ArgumentError, {"sm_margin": -1}, r"^sm_margin must be a number of multiprocessors .* got -1"),
+    (ArgumentError, {"softmax_scale": "1"}, r"^softmax_scale must be a number or None, got '1'"),
+    (ShapeError, {"k": zeros(3, 2, 8)}, r"^k must have 4 dimensions, \(B, Sn, Hk, D\), got 3"),
+    # What turns up late on the way: the cache must be as it was all the same.
+    (ShapeError, {"cache_batch_idx": int32(0, 2)}, r"^cache_batch_idx must hold .* from 0 to 1, got 2 at \(1,\)"),
+    (ShapeError, {"qv": zeros(2, 3, 4, 9)}, r"^qv must have q's shape and the values' head dim"),
+    (ArgumentError, {"qv": zeros(2, 3, 4, 8), "cache_seqlens": 18}, r"^cache_seqlens must leave room for k: 18 \+ 3"),
+    (ArgumentError, {"rotary_seqlens": int32(0, 0), "cache_seqlens": 18}, r"^cache_seqlens must leave room for k"),
+    (ShapeError, {"cu_seqlens_q": int32(0, 3, 6)}, r"^q must have 3 dimensions, \(T, H, D\), got 4"),
+    (ArgumentError, {**PACKED_Q, "max_seqlen_q": None}, r"^max_seqlen_q must be an integer, got None"),
+    (ArgumentError, {**PACKED_Q, "max_seqlen_q": -1}, r"^max_seqlen_q must not be negative, got -1"),
+    (ShapeError, {**PACKED_Q, "cu_seqlens_q": int32(0, 7, 6)}, r"^cu_seqlens_q must ascend .* 6, got \[0, 7, 6\]"),
+    (ShapeError, {**PACKED_K, "cu_seqlens_k_new": int32(0, 6)}, r"^cu_seqlens_k_new must have shape \(B \+ 1,\)"),
+    (ShapeError, {**PACKED_K, "cu_seqlens_k_new": int32(0, 7, 6)}, r"^cu_seqlens_k_new must ascend from 0"),
+    (ArgumentError, {**NOTHING_NEW, "cu_seqlens_k_new": int32(0, 3, 6)}, r"^k must be given together with cu_seq"),
 ]  # fmt: skip
 
 
@@ -284,5 +306,23 @@ def test_pages_that_do_not_exist():
     pages = {"k_cache": zeros(3, 16, 2, 8), "v_cache": zeros(3, 16, 2, 8), "block_table": int32(0, 1, 2, 3).view(2, 2)}
     table = {"rotary_cos": zeros(32, 4), "rotary_sin": zeros(32, 4)}
     flash_attn.flash_attn_with_kvcache(**cached(**pages, **table))  # the last page is not reached
+    before = {name: pages[name].clone() for name in ("k_cache", "v_cache")}
+    new = {"k": torch.ones(2, 3, 2, 8), "v": torch.ones(2, 3, 2, 8)}
     with pytest.raises(ShapeError, match=r"^block_table must hold page numbers from 0 to 2, got 3 at \(1, 1\)"):
-        flash_attn.flash_attn_with_kvcache(**cached(**pages, **table, cache_seqlens=int32(4, 14)))
+        flash_attn.flash_attn_with_kvcache(**cached(**pages, **table, **new, cache_seqlens=int32(4, 14)))
+    assert all(torch.equal(x, pages[name]) for name, x in before.items())
+
+
+def test_packed_rows_of_no_sequences():
+    """A batch without sequences: rows of none of them are not written."""
+    cache = {"k_cache": zeros(2, 20, 2, 8), "v_cache": zeros(2, 20, 2, 8), "q": zeros(0, 1, 4, 8)}
+    packed = {"k": torch.ones(2, 2, 8), "v": torch.ones(2, 2, 8), "cu_seqlens_k_new": int32(0)}
+    out = flash_attn.flash_attn_with_kvcache(**cache, **packed, cache_seqlens=int32())
+    assert out.shape == (0, 1, 4, 8)
+    assert not cache["k_cache"].any()
+
+
+def test_metadata_is_on_the_device_of_the_lengths():
+    assert get_scheduler_metadata(2, 1, 20, 4, 2, 8, int32(3, 4)).shape == (0,)
+    with pytest.raises(ArgumentError, match=r"^cache_seqlens must be a torch\.Tensor, got list"):
+        get_scheduler_metadata(2, 1, 20, 4, 2, 8, [3, 4])
