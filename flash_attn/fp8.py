@@ -36,6 +36,7 @@ every magnitude.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -66,7 +67,7 @@ def quantize(
     """``x`` in float8_e4m3fn, with a factor for each sequence and KV head.
 
     Args:
-        x: (B, S, H, D), or packed (T, H, D), in any floating point dtype.
+        x: (B, S, H, D), or packed (T, H, D), in any floating point dtype. D <= 256.
         heads_kv: Hk, a divisor of H; for queries, the heads of keys. H if None.
         cu_seqlens: int32 (B + 1,), the sequences of a packed ``x``.
         used: bool (B, S), or packed (T,): rows that count for the factors. None: all. Packed rows after the last
@@ -80,7 +81,7 @@ def quantize(
         ShapeError, DtypeError, ArgumentError: a ``ValueError`` naming the argument and what was found.
     """
     heads_kv = _check(x, heads_kv, cu_seqlens)
-    return _rounded(x, _Rows(x, cu_seqlens, used), heads_kv)
+    return _rounded(x, _Rows(x, cu_seqlens, _check_used(x, used)), heads_kv)
 
 
 def rotate(x: Tensor, seed: int = 0) -> Tensor:
@@ -89,8 +90,9 @@ def rotate(x: Tensor, seed: int = 0) -> Tensor:
     D' is the next power of two, at least 64. The matrix is Hadamard's, with its rows' signs drawn by ``seed``: q and k
     that were rotated with the same seed have the scores of q and k.
     """
-    head_dim = checks.tensor_of("x", x).shape[-1]
-    matrix = _rotation(head_dim, _key(seed), x.device)
+    if checks.tensor_of("x", x).dim() == 0 or not x.dtype.is_floating_point:
+        raise DtypeError(f"x must be a floating point tensor (..., D), got {x.dtype} of shape {checks.sizes(x)}.")
+    matrix = _rotation(x.shape[-1], _key(seed), x.device)
     rotated: Tensor = torch.matmul(x.to(torch.float32), matrix) * matrix.shape[1] ** -0.5
     return rotated
 
@@ -107,7 +109,7 @@ def rotate_and_quantize(
     The arguments and results are those of :func:`quantize` and :func:`rotate`; x_fp8 has the head dim D'.
     """
     heads_kv = _check(x, heads_kv, cu_seqlens)
-    return _rounded(x, _Rows(x, cu_seqlens, used), heads_kv, key=_key(seed))
+    return _rounded(x, _Rows(x, cu_seqlens, _check_used(x, used)), heads_kv, key=_key(seed))
 
 
 def _check(x: Tensor, heads_kv: int | None, cu_seqlens: Tensor | None) -> int:
@@ -119,12 +121,26 @@ def _check(x: Tensor, heads_kv: int | None, cu_seqlens: Tensor | None) -> int:
         raise DtypeError(f"x must be a floating point tensor, got {x.dtype}.")
     if cu_seqlens is not None:
         checks.cu_seqlens_of("cu_seqlens", cu_seqlens, x)
-    heads = x.shape[-2]
+    heads, head_dim = x.shape[-2:]
+    if not 0 < head_dim <= checks.MAX_HEAD_DIM:
+        raise ShapeError(f"the head dim (last size) of x must be 1 to {checks.MAX_HEAD_DIM}, got {head_dim}.")
     if heads_kv is None:
         return heads
+    heads_kv = checks.length_of("heads_kv", heads_kv)
     if heads_kv < 1 or heads % heads_kv != 0:
         raise ArgumentError(f"heads_kv must be a divisor of x's heads, {heads}, got {heads_kv}.")
     return heads_kv
+
+
+def _check_used(x: Tensor, used: Tensor | None) -> Tensor | None:
+    if used is None:
+        return None
+    checks.same_device("used", checks.tensor_of("used", used), x, "x")
+    if used.dtype != torch.bool:
+        raise DtypeError(f"used must be torch.bool, got {used.dtype}.")
+    if used.shape != x.shape[:-2]:
+        raise ShapeError(f"used must have shape {tuple(x.shape[:-2])} here, got {checks.sizes(used)}.")
+    return used.contiguous()
 
 
 class _Rows:
@@ -161,6 +177,8 @@ class _Rows:
         if self.sequence is not None:
             of_some = self.sequence < self.batch
             counted = of_some if counted is None else counted & of_some
+        if x.numel() == 0:
+            return x.new_zeros(x.shape[-2:], dtype=torch.float32)
         if counted is None:
             return x.flatten(0, -3).mean(0, dtype=torch.float32)
         total = torch.where(counted[..., None, None], x, 0.0).flatten(0, -3).sum(0, dtype=torch.float32)
@@ -176,6 +194,10 @@ def _rounded(
     x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None = None, key: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """``x``, less ``mean`` (H, D), rotated by the signs of a ``key``, in FP8, and the factors (B, Hk)."""
+    if x.numel() == 0:
+        columns = x.shape[-1] if key is None else _columns(x.shape[-1])
+        factors = x.new_ones((rows.batch, heads_kv), dtype=torch.float32)
+        return x.new_empty((*x.shape[:-1], columns), dtype=checks.FP8), factors
     if runs_kernel(x) and not is_compiling() and _converts_to_fp8(x.device):
         kernels = kernels_of("_fp8_kernels")
         batched = x if rows.sequence is None else x[None]
@@ -228,14 +250,26 @@ def _to_fp8(x: Tensor) -> Tensor:
 
 def _key(seed: int) -> int:
     """What the columns' numbers are hashed with, below 2^31."""
-    key: int = mix(seed & 0xFFFFFFFF) >> 1
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        raise ArgumentError(f"seed must be an integer, got {seed!r}.") from None
+    key: int = mix(number & 0xFFFFFFFF) >> 1
     return key
+
+
+def _columns(head_dim: int) -> int:
+    """D' of a rotation: the next power of two, at least 64."""
+    columns = 64
+    while columns < head_dim:
+        columns *= 2
+    return columns
 
 
 def _rotation(head_dim: int, key: int, device: torch.device) -> Tensor:
     """float32 (D, D') of 1 and -1: the first D rows of a Hadamard matrix, each with a random sign."""
     matrix = torch.ones(1, 1, device=device)
-    while matrix.shape[0] < max(64, head_dim):
+    while matrix.shape[0] < _columns(head_dim):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
     signs: Tensor = 1.0 - 2.0 * (mix(torch.arange(head_dim, device=device) ^ key) & 1)
     return matrix[:head_dim] * signs[:, None]
@@ -385,6 +419,8 @@ def _used_rows(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, lef
     if cu_seqlens is None:
         first, last = (None if n is None else n[:, None] for n in (leftpad, seqused))
     else:
+        if cu_seqlens.shape[0] == 1:  # no sequences
+            return torch.zeros_like(used)
         sequence = sequence_of_rows(cu_seqlens, x.shape[0]).clamp(max=cu_seqlens.shape[0] - 2)
         row = row - cu_seqlens[sequence]
         first, last = (None if n is None else n[sequence] for n in (leftpad, seqused))

@@ -22,7 +22,7 @@ _LARGEST_WEIGHT = 256.0
 
 def _by_head(x: Tensor, descale: Tensor | None, number: int, heads_kv: int, heads: int, dtype: torch.dtype) -> Tensor:
     """(S, Hx, D) of sequence ``number`` -> (heads, S, D) in ``dtype``, multiplied by the factor of its KV head."""
-    by_head = x.to(dtype).transpose(0, 1).repeat_interleave(heads // x.shape[1], dim=0)
+    by_head = x.to(dtype).transpose(0, 1).repeat_interleave(heads // max(1, x.shape[1]), dim=0)
     if descale is None:
         return by_head
     return by_head * descale[number].to(dtype).repeat_interleave(heads // heads_kv)[:, None, None]

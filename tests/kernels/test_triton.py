@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from memory import poison
 from triton_cases import draw_loss, draw_norm, draw_rounding, run_loss, run_norm, run_rounding
 
+from flash_attn.fp8 import quantize, rotate_and_quantize
 from flash_attn.models.gpt import GPTLMHeadModel
 from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from flash_attn.utils.generation import InferenceParams
@@ -39,6 +40,17 @@ def test_rounding(seed):
     case = draw_rounding(seed)
     wrong = run_rounding(case, before=poison)
     assert not wrong, "\n".join([str(case), *wrong])
+
+
+@pytest.mark.parametrize("rounded", [quantize, rotate_and_quantize])
+def test_nan_stays_nan(rounded):
+    """In its element, or in its whole row if that is rotated; never a finite number."""
+    x = torch.randn(1, 9, 2, 64, device="cuda", dtype=torch.bfloat16)
+    x[0, 4, 1, 7] = float("nan")
+    found = rounded(x)[0].float().isnan()
+    assert found[0, 4, 1].sum() == (1 if rounded is quantize else 64)
+    found[0, 4, 1] = False
+    assert not found.any()
 
 
 def test_long_rows_are_for_torch():

@@ -210,13 +210,28 @@ def test_one_call_of_packed_sequences():
     assert rmse(out[:38], exact[:38]) < 0.06
 
 
+USED = torch.ones(2, 5, dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda x: quantize(x[0]), ValueError, r"^x must have 4 dimensions, \(B, S, H, D\), got 3"),
         (lambda x: quantize(x, cu_seqlens=int32(0, 2)), ValueError, r"^x must have 3 dimensions, \(T, H, D\), got 4"),
         (lambda x: quantize(x, 3), ValueError, r"^heads_kv must be a divisor of x's heads, 4, got 3"),
+        (lambda x: quantize(x, 2.0), ValueError, r"^heads_kv must be an integer, got 2\.0"),
         (lambda x: quantize(x.int()), ValueError, r"^x must be a floating point tensor, got torch\.int32"),
+        (
+            lambda x: quantize(x.repeat(1, 1, 1, 5)),
+            ValueError,
+            r"^the head dim \(last size\) of x must be 1 to 256, got 320",
+        ),
+        (lambda x: quantize(x, used=USED[:, :1]), ValueError, r"^used must have shape \(2, 5\) here, got \(2, 1\)"),
+        (lambda x: rotate_and_quantize(x, used=USED.int()), ValueError, r"^used must be torch\.bool, got torch\.int32"),
+        (lambda x: quantize(x, used=USED.to("meta")), ValueError, r"^used must be on x's device"),
+        (lambda x: rotate(x.int()), ValueError, r"^x must be a floating point tensor \(\.\.\., D\), got torch\.int32"),
+        (lambda x: rotate(x[0, 0, 0, 0]), ValueError, r"^x must be a floating point tensor .* of shape \(\)"),
+        (lambda x: flash_attn_fp8_func(x, x, x, seed=0.5), ValueError, r"^seed must be an integer, got 0\.5"),
         (lambda x: flash_attn_fp8_func(x, x, x.to(FP8)), ValueError, r"^v must have q's dtype"),
         (lambda x: flash_attn_fp8_func(x.to(FP8), x, x), NotImplementedError, r"^q is torch\.float8_e4m3fn"),
         (lambda x: flash_attn_fp8_func(x, x, x.clone().requires_grad_()), ValueError, r"^v must not require grad"),
@@ -226,6 +241,24 @@ def test_one_call_of_packed_sequences():
 def test_refuses(call, error, message):
     with pytest.raises(error, match=message):
         call(torch.randn(2, 5, 4, 64))
+
+
+@pytest.mark.parametrize(
+    ("batch", "queries", "keys", "heads"), [(2, 5, 0, 4), (2, 0, 7, 4), (0, 5, 7, 4), (2, 5, 7, 0)]
+)
+def test_nothing_in_one_dimension(batch, queries, keys, heads):
+    q, k = torch.randn(batch, queries, heads, 48), torch.randn(batch, keys, 2, 48)
+    found = flash_attn_fp8_func(q, k, k, return_lse=True)
+    for x, wanted in zip(found, flash_attn_func(q, k, k, return_lse=True), strict=True):
+        assert x.shape == wanted.shape
+        torch.testing.assert_close(x, wanted, atol=0.3, rtol=0.0)
+    assert flash_attn_func(*(x.to(FP8) for x in (q, k, k))).shape == q.shape
+
+
+def test_packed_sequences_of_which_there_are_none():
+    x = torch.randn(5, 2, 64)
+    out = flash_attn_varlen_fp8_func(x, x, x, int32(0), int32(0), 0, 0, seqused_k=int32())
+    assert torch.equal(out, torch.zeros_like(x))
 
 
 def test_gradients_may_be_off():
@@ -335,6 +368,22 @@ def test_caches_of_fp8_lack(changes, message):
         flash_attn.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=3, **changes)
 
 
+def test_factors_are_checked_before_the_cache_is_written():
+    q, cache = torch.zeros(2, 1, 4, 64).to(FP8), torch.zeros(2, 30, 2, 64).to(FP8)
+    new, values = torch.ones(2, 1, 2, 64).to(FP8), cache.clone()
+    for factors in ({"q_descale": torch.ones(1, 2)}, {"v_descale": torch.ones(2, 2).double()}):
+        with pytest.raises(ValueError, match=f"^{next(iter(factors))} must"):
+            flash_attn.flash_attn_with_kvcache(q, cache, values, new, new, cache_seqlens=3, **factors)
+    with pytest.raises(ValueError, match=r"^cache_seqlens must leave room for k"):
+        flash_attn.flash_attn_with_kvcache(q, cache, values, new, new, cache_seqlens=30, k_descale=torch.ones(2, 2))
+    assert not cache.float().any()
+    assert not values.float().any()
+    flash_attn.flash_attn_with_kvcache(
+        q, cache, values, new, new, cache_seqlens=3, q_descale=torch.ones(2, 2).requires_grad_()
+    )
+    assert cache[:, 3].float().all()
+
+
 def test_rows_of_other_sizes_are_not_appended_to_fp8():
     q, cache = torch.zeros(2, 1, 4, 24).to(FP8), torch.zeros(2, 30, 2, 24).to(FP8)
     assert flash_attn.flash_attn_with_kvcache(q, cache, cache, cache_seqlens=3).shape == q.shape
@@ -353,6 +402,8 @@ BAD = [
     (ValueError, {"v_descale": torch.ones(2, 2, device="meta")}, r"^v_descale must be on q's device"),
     (ValueError, {"k": torch.ones(2, 47, 2, 64)}, r"^k must have q's dtype: q is torch\.float8_e4m3fn"),
     (ValueError, {"k": torch.ones(2, 47, 2, 64).to(FP8).requires_grad_()}, r"^k must not require grad"),
+    (ValueError, {"v_descale": torch.ones(2, 2).requires_grad_()}, r"^v_descale must not require grad"),
+    (ValueError, {"softmax_scale": "1"}, r"^softmax_scale must be a number or None, got '1'"),
 ]
 
 

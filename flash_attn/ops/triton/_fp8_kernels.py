@@ -55,11 +55,13 @@ def _signs(columns, key, column_count):
 
 @triton.jit
 def _nearest(x):
-    """The nearest number of e4m3, ties to even, in float32: three bits of mantissa, or a multiple of 2^-9."""
-    x = tl.minimum(tl.maximum(x, -_LARGEST), _LARGEST)
+    """The nearest number of e4m3, ties to even, in float32: three bits of mantissa, or multiples of 2^-9; NaN stays."""
+    x = tl.maximum(x, -_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, _LARGEST, propagate_nan=tl.PropagateNan.ALL)
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    return tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
+    # The sum is for NaN too, whose bits are no number to round.
+    return tl.where(tl.abs(x) >= 0.015625, normal, (x + 24576.0) - 24576.0)
 
 
 @triton.jit
