@@ -83,6 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of a listing had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
+    except OSError as error:  # of a file that an argument names
+        print(f"error: {error}", file=sys.stderr)
+        return 1
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -258,8 +261,11 @@ def _report(options: argparse.Namespace) -> int:
     path = folder / "resources.json"
     if not path.is_file():
         raise BuildError(f"{path} is not there", why="a build writes it", fix="`python -m buildtools build`")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    kernels = data["kernels"]
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kernels, compiler = data["kernels"], data["compiler"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{path} is no report of a build: {error}", fix="`python -m buildtools build`") from None
     print(f"{'kernel':40} {'registers':>14} {'spills':>6} {'smem':>7} {'bytes':>8} {'CPU-s':>6} {'MiB':>6}")
     for name, kernel in kernels.items():
         registers = "/".join(str(entry["registers"]) for entry in kernel["entries"].values()) or "-"
@@ -268,9 +274,9 @@ def _report(options: argparse.Namespace) -> int:
             f"{kernel['cpu_s']:>6.2f} {kernel['peak_mib']:>6.0f}"
         )
     total = sum(kernel["cpu_s"] for kernel in kernels.values())
-    peak = max(kernel["peak_mib"] for kernel in kernels.values())
+    peak = max((kernel["peak_mib"] for kernel in kernels.values()), default=0.0)
     size = sum(kernel["image_bytes"] for kernel in kernels.values())
-    print(f"{len(kernels)} kernels, {data['compiler']}: {total:.1f} CPU-s, at most {peak:.0f} MiB a job, {size} bytes")
+    print(f"{len(kernels)} kernels, {compiler}: {total:.1f} CPU-s, at most {peak:.0f} MiB a job, {size} bytes")
     return 0
 
 

@@ -47,6 +47,8 @@ def _warm(
 ) -> int:
     jit, errors = buildtools("jit"), buildtools("errors")
     jit.check_enabled(os.environ)
+    if jobs is not None and jobs < 1:
+        raise errors.VariableError(f"--jobs {jobs} is not a positive integer", fix="such as --jobs 4, or leave it out")
     driver = read_driver()
     targets = _targets(archs, driver)
     compiler_object = jit.Jit(PACKAGE, os.environ, search_path())

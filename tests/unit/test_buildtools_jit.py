@@ -467,6 +467,7 @@ def test_warm_names_a_kernel_that_fails(warm: Warm, monkeypatch: pytest.MonkeyPa
         (["--arch", "7.5"], 12, "compute capability 7.5"),
         (["--arch", "ptx80"], 12, "names PTX"),
         (["--arch", "hopper"], 12, '"hopper" names no GPU architecture'),
+        (["--arch", "9.0", "--jobs", "-1"], 10, "--jobs -1 is not a positive integer"),
     ],
 )
 def test_warm_refuses(warm: Warm, arguments: list[str], code: int, told: str) -> None:

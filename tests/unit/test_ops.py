@@ -111,6 +111,16 @@ def norm_call(**changes):
         ({"rowscale": torch.ones(2, 3), "x1": torch.ones(2, 3, 8)}, "rowscale must be None together with x1"),
         ({"bias1": torch.ones(8)}, "bias1 must be given together with weight1"),
         ({"out": torch.ones(2, 8, 3).transpose(1, 2)}, "out must be contiguous"),
+        ({"weight": None}, "weight must be a torch.Tensor, got NoneType"),
+        ({"bias": torch.ones(8, dtype=torch.int32)}, "bias must be a floating point tensor .*int32"),
+        (
+            {"weight": torch.ones(8).to(torch.float8_e4m3fn)},
+            "weight must be a floating point tensor of 16 bits or more",
+        ),
+        ({"residual": torch.ones(2, 3, 8, dtype=torch.int64)}, "residual must be a floating point tensor .*int64"),
+        ({"rowscale": torch.ones(2, 3, dtype=torch.bool)}, "rowscale must be a floating point tensor, got torch.bool"),
+        ({"out_dtype": torch.int8}, "out_dtype must be a floating point dtype or None, got torch.int8"),
+        ({"dropout_p": None}, "dropout_p must be a number, got None"),
     ],
 )
 def test_what_a_norm_refuses(changes, message):
@@ -132,6 +142,10 @@ def loss_call(**changes):
         ({"labels": torch.zeros(3, dtype=torch.int64, device="meta")}, "labels must be on logits's device"),
         ({"precomputed_lse": torch.zeros(2)}, r"precomputed_lse must have shape \(3,\), got \(2,\)"),
         ({"label_smoothing": 1.5}, r"label_smoothing must be in \[0, 1\], got 1.5"),
+        ({"label_smoothing": "a"}, "label_smoothing must be a number, got 'a'"),
+        ({"logit_scale": torch.ones((), requires_grad=True)}, "logit_scale must be a number, got a tensor"),
+        ({"lse_square_scale": None}, "lse_square_scale must be a number, got None"),
+        ({"ignore_index": None}, "ignore_index must be an integer, got None"),
     ],
 )
 def test_what_a_loss_refuses(changes, message):

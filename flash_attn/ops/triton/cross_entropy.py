@@ -189,7 +189,13 @@ def cross_entropy_loss(
             raise ShapeError(f"{name} must have shape {tuple(logits.shape[:1])}, got {checks.sizes(x)}.")
     if labels.dtype not in (torch.int64, torch.int32):
         raise DtypeError(f"labels must be torch.int64 or torch.int32, got {labels.dtype}.")
-    if not 0.0 <= label_smoothing <= 1.0:
+    for name, number in (("logit_scale", logit_scale), ("lse_square_scale", lse_square_scale)):
+        if isinstance(number, Tensor):
+            raise ArgumentError(f"{name} must be a number, got a tensor, to which no gradient would flow.")
+        checks.number_of(name, number)
+    if not isinstance(ignore_index, (int, torch.SymInt)):
+        raise ArgumentError(f"ignore_index must be an integer, got {ignore_index!r}.")
+    if not 0.0 <= checks.number_of("label_smoothing", label_smoothing) <= 1.0:
         raise ArgumentError(f"label_smoothing must be in [0, 1], got {label_smoothing}.")
     results: tuple[Tensor, Tensor] = CrossEntropyLoss.apply(  # type: ignore[no-untyped-call]
         logits,

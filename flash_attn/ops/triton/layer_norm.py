@@ -182,8 +182,8 @@ def _check(x: Tensor, rowscale: Tensor | None, dropout_p: float, **others: Tenso
     checks.tensor_of("x", x)
     if x.dim() == 0 or not x.dtype.is_floating_point:
         raise DtypeError(f"x must be a floating point tensor (..., N), got {x.dtype} of shape {checks.sizes(x)}.")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ArgumentError(f"dropout_p must be in [0, 1), got {dropout_p}.")
+    checks.check_dropout(dropout_p)
+    checks.tensor_of("weight", others["weight"])
     for name, other in others.items():
         if other is None:
             continue
@@ -191,10 +191,14 @@ def _check(x: Tensor, rowscale: Tensor | None, dropout_p: float, **others: Tenso
         shape = x.shape if name in ("residual", "x1", "out", "residual_out") else x.shape[-1:]
         if other.shape != shape:
             raise ShapeError(f"{name} must have shape {tuple(shape)}, got {checks.sizes(other)}.")
+        if not other.dtype.is_floating_point or other.dtype.itemsize == 1:
+            raise DtypeError(f"{name} must be a floating point tensor of 16 bits or more, got {other.dtype}.")
         if name in ("out", "residual_out") and not other.is_contiguous():
             raise ShapeError(f"{name} must be contiguous, got strides {other.stride()}.")
     if rowscale is not None:
         checks.same_device("rowscale", checks.tensor_of("rowscale", rowscale), x, "x")
+        if not rowscale.dtype.is_floating_point:
+            raise DtypeError(f"rowscale must be a floating point tensor, got {rowscale.dtype}.")
         if rowscale.shape != x.shape[:-1]:
             raise ShapeError(f"rowscale must have shape {tuple(x.shape[:-1])}, got {checks.sizes(rowscale)}.")
         if others["x1"] is not None:
@@ -255,6 +259,8 @@ def layer_norm_fn(
         x, rowscale, dropout_p, residual=residual, x1=x1, out=out, residual_out=residual_out,
         weight=weight, bias=bias, weight1=weight1, bias1=bias1,
     )  # fmt: skip
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
+        raise DtypeError(f"out_dtype must be a floating point dtype or None, got {out_dtype!r}.")
     sum_dtype = residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x.dtype
     out_dtype = out.dtype if out is not None else x.dtype if out_dtype is None else out_dtype
     if residual_out is not None:
