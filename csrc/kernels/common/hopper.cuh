@@ -38,6 +38,19 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
       : "memory");
 }
 
+// A place in a ring of kSize buffers, and the parity of the phases of its barriers.
+template <int kSize>
+struct Ring {
+  int stage = 0;
+  int phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kSize) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
 // 9.7.9.25.5.2 cp.async.bulk.tensor: a box of a (B, H, S, D) tensor map to shared memory, zeros where it leaves the tensor.
 __device__ __forceinline__ void load_box(unsigned dst, const void* tensor_map, unsigned barrier, int column, int row,
                                          int head, int batch) {

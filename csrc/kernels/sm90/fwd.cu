@@ -102,19 +102,6 @@ struct Shared {
   __device__ __forceinline__ unsigned work_empty(int s) const { return work_full(s) + 8; }
 };
 
-// Position in a ring of kSize buffers.
-template <int kSize>
-struct Ring {
-  int stage = 0;
-  int phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kSize) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 __device__ __forceinline__ Work read_work(const Shared& shared, int slot) {
   const uint4 a = ptx::load_shared_16(shared.work(slot));
   const uint4 b = ptx::load_shared_16(shared.work(slot) + 16);
@@ -212,7 +199,7 @@ struct Schedule {
 // reverse, so that each thread block gets its share of long and short tiles; or, with a counter, as they come.
 __device__ __forceinline__ void schedule(const flash_attn::FwdTmaParams& p, const Shared& shared, int lane) {
   Schedule order(p);
-  Ring<kWorks> ring;
+  hopper::Ring<kWorks> ring;
   for (int round = 0;; ++round) {
     hopper::barrier_wait(shared.work_empty(ring.stage), ring.phase ^ 1);
     unsigned number = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -232,9 +219,9 @@ __device__ __forceinline__ void schedule(const flash_attn::FwdTmaParams& p, cons
 
 // The loading thread: fetches Q, K and V of the tiles, as far ahead of their use as there is room.
 __device__ __forceinline__ void load(const flash_attn::FwdTmaParams& p, const Shared& shared) {
-  Ring<kStages> k_ring, v_ring;
-  Ring<kQueryStages> q_ring;
-  Ring<kWorks> work_ring;
+  hopper::Ring<kStages> k_ring, v_ring;
+  hopper::Ring<kQueryStages> q_ring;
+  hopper::Ring<kWorks> work_ring;
   for (;; work_ring.advance()) {
     hopper::barrier_wait(shared.work_full(work_ring.stage), work_ring.phase);
     const Work work = read_work(shared, work_ring.stage);
@@ -458,9 +445,9 @@ struct Consumer {
   const flash_attn::FwdTmaParams& params;
   const Shared& shared;
   int group, thread, lane;
-  Ring<kStages> k_ring, v_ring;
-  Ring<kQueryStages> q_ring;
-  Ring<kWorks> work_ring;
+  hopper::Ring<kStages> k_ring, v_ring;
+  hopper::Ring<kQueryStages> q_ring;
+  hopper::Ring<kWorks> work_ring;
 
   __device__ __forceinline__ void arrive(unsigned barrier) const {
     if (lane == 0) hopper::barrier_arrive(barrier);

@@ -131,18 +131,6 @@ struct Work {
   __device__ __forceinline__ bool empty() const { return last <= first; }
 };
 
-// Position in a ring of kStages buffers.
-struct Ring {
-  int stage = 0;
-  int phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // Where tile 0 of a sequence's values lies in the workspace; see FwdFp8Params.
 __device__ __forceinline__ char* value_tiles(const flash_attn::FwdFp8Params& p, int batch, int head_kv) {
   const int* const cu_seqlens_k = p.tma.fwd.sequences.cu_seqlens_k;
@@ -158,7 +146,7 @@ __device__ __forceinline__ float factor_of(const flash_attn::Descale& descale, i
 __device__ __forceinline__ void produce(const flash_attn::FwdFp8Params& params, const Barriers& barriers,
                                         unsigned shared_q, unsigned shared_k, unsigned shared_v, int rounds) {
   const flash_attn::FwdTmaParams& p = params.tma;
-  Ring k_ring, v_ring;
+  hopper::Ring<kStages> k_ring, v_ring;
   int q_phase = 0;
   ptx::wait_on_dependencies();  // flash_transpose_v
   for (int round = 0; round < rounds; ++round) {
@@ -365,7 +353,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
   const int lane = thread % 32;
   const int warp = thread / 32;
   const unsigned q_tile = shared_q + group * 64 * kRowBytes;
-  Ring k_ring, v_ring;
+  hopper::Ring<kStages> k_ring, v_ring;
   int q_phase = 0;
   const int my_row = group * 64 + warp * 16 + lane / 4;
 
