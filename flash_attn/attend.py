@@ -79,7 +79,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         return attend_fp8(q, k, v, request)
     _check_no_descales(q, request)
     if request.qv is not None:
-        q, k = _with_qv(q, k, v, request.qv)
+        checks.check_qv(q, request.qv, v.shape[-1])
+        q, k = torch.cat((q, request.qv.to(q.dtype)), dim=-1), torch.cat((k, v), dim=-1)
     p = problem_of(q, k.shape, request)
     q, p = positive_scale(q, p)
     out, lse = _run(q, k, v, p, bool(request.deterministic))
@@ -265,22 +266,6 @@ def _result(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, p: Problem, request:
         probs = q.new_empty(0) if p.rng_state is None else s_dmask(q, k, lse, p)
         return out, lse if request.return_lse else lse.detach(), probs
     return (out, lse) if request.return_lse else out
-
-
-def _with_qv(q: Tensor, k: Tensor, v: Tensor, qv: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores q k^T + qv v^T are those of one wider head dim."""
-    checks.tensor_of("qv", qv)
-    checks.same_device("qv", qv, q)
-    wanted = (*q.shape[:-1], v.shape[-1])
-    if tuple(qv.shape) != wanted:
-        raise ShapeError(f"qv must have q's shape and v's head dim, {tuple(wanted)}, got {checks.sizes(qv)}.")
-    together = q.shape[-1] + v.shape[-1]
-    if together > checks.MAX_HEAD_DIM:
-        raise UnsupportedFeatureError(
-            f"qv needs head dims of q and v of {checks.MAX_HEAD_DIM} together at most, "
-            f"got {q.shape[-1]} + {v.shape[-1]} = {together}."
-        )
-    return torch.cat((q, qv.to(q.dtype)), dim=-1), torch.cat((k, v), dim=-1)
 
 
 # Up to so many rows of query for a KV head of a sequence (tokens times the heads that share it, on average) the decode

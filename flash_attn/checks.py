@@ -30,6 +30,7 @@ __all__ = [
     "check_dropout",
     "check_no_descales",
     "check_qkv",
+    "check_qv",
     "check_softcap",
     "cu_seqlens_of",
     "descale_of",
@@ -191,6 +192,20 @@ def descale_of(name: str, x: Any, batch: int, heads_kv: int, q: Tensor) -> Tenso
 
 
 # Numbers.
+
+
+def check_qv(q: Tensor, qv: Tensor, head_dim_v: int) -> None:
+    """Scores q k^T + qv v^T are those of one wider head dim."""
+    same_device("qv", tensor_of("qv", qv), q)
+    wanted = (*q.shape[:-1], head_dim_v)
+    if tuple(qv.shape) != wanted:
+        raise ShapeError(f"qv must have q's shape and the values' head dim, {wanted}, got {sizes(qv)}.")
+    together = q.shape[-1] + head_dim_v
+    if together > MAX_HEAD_DIM:
+        raise UnsupportedFeatureError(
+            f"qv needs head dims of q and v of {MAX_HEAD_DIM} together at most, "
+            f"got {q.shape[-1]} + {head_dim_v} = {together}."
+        )
 
 
 def scale_of(softmax_scale: float | None, head_dim: int) -> float:

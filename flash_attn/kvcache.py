@@ -164,7 +164,7 @@ def flash_attn_with_kvcache(
     sink = checks.sink_of(learnable_sink, heads, q)
     scale = checks.scale_of(softmax_scale, q.shape[-1] + (0 if qv is None else v_cache.shape[-1]))
     if qv is not None:
-        _check_qv(q, qv, cache)
+        checks.check_qv(q, qv, cache.v.shape[-1])
     if cu_seqlens_q is not None:
         cu_seqlens_q = checks.cu_seqlens_of("cu_seqlens_q", cu_seqlens_q, q)
         max_seqlen_q = checks.length_of("max_seqlen_q", max_seqlen_q)
@@ -382,20 +382,6 @@ def _check_fp8(cache: _Cache, k: Tensor | None, **options: Tensor | None) -> Non
                 f"{name} must have a contiguous head dim that is a multiple of 16 where k is appended to a cache of "
                 f"FP8, got {x.shape[-1]} with a stride of {x.stride(-1)}."
             )
-
-
-def _check_qv(q: Tensor, qv: Tensor, cache: _Cache) -> None:
-    checks.tensor_of("qv", qv)
-    checks.same_device("qv", qv, q)
-    wanted = (*q.shape[:-1], cache.v.shape[-1])
-    if tuple(qv.shape) != wanted:
-        raise ShapeError(f"qv must have q's shape and the values' head dim, {wanted}, got {checks.sizes(qv)}.")
-    together = q.shape[-1] + cache.v.shape[-1]
-    if together > checks.MAX_HEAD_DIM:
-        raise UnsupportedFeatureError(
-            f"qv needs head dims of q and v of {checks.MAX_HEAD_DIM} together at most, "
-            f"got {q.shape[-1]} + {cache.v.shape[-1]} = {together}."
-        )
 
 
 def _has_numbers(x: Tensor) -> bool:

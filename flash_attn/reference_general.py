@@ -80,11 +80,9 @@ def sequences(q: Tensor, k: Tensor, p: Problem) -> Iterator[_Sequence]:
         )
 
 
-def visible_keys(seqlen_q: int, seqlen_k: int, p: Problem, device: torch.device) -> Tensor:
-    """bool (seqlen_q, seqlen_k)."""
-    position = torch.arange(seqlen_q, device=device)[:, None] + (seqlen_k - seqlen_q)
-    key = torch.arange(seqlen_k, device=device)
-    visible = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+def visible_keys(position: Tensor, key: Tensor, p: Problem) -> Tensor:
+    """bool, in the shape of both: whether a query at ``position``, counted in keys, sees ``key``."""
+    visible = torch.ones_like(position + key, dtype=torch.bool)
     if p.causal:
         visible &= key <= position
     elif p.window_right >= 0:
@@ -113,12 +111,12 @@ def masked_scores(q: Tensor, k: Tensor, number: int, p: Problem) -> _Scores:
     if p.softcap > 0.0:
         bounded = torch.tanh(scores / p.softcap)
         scores, slope = p.softcap * bounded, 1.0 - bounded.square()
+    position = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_k - seqlen_q)
+    key = torch.arange(seqlen_k, device=q.device)
     if p.alibi_slopes is not None:
         slopes = p.alibi_slopes if p.alibi_slopes.dim() == 1 else p.alibi_slopes[number]
-        position = torch.arange(seqlen_q, device=q.device)[:, None] + (seqlen_k - seqlen_q)
-        distance = (position - torch.arange(seqlen_k, device=q.device)).abs()
-        scores = scores - slopes.to(scores.dtype)[:, None, None] * distance
-    scores = scores.masked_fill(~visible_keys(seqlen_q, seqlen_k, p, q.device), float("-inf"))
+        scores = scores - slopes.to(scores.dtype)[:, None, None] * (position - key).abs()
+    scores = scores.masked_fill(~visible_keys(position, key, p), float("-inf"))
     if p.rng_state is not None:
         head_index = number * heads + torch.arange(heads, device=q.device)
         kept = keep_mask(p.rng_state, head_index, seqlen_q, seqlen_k, p.dropout_p)

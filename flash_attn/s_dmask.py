@@ -8,6 +8,7 @@ from torch import Tensor
 from .dropout import keep_mask
 from .problem import Problem
 from .reference import lse_dtype
+from .reference_general import visible_keys
 
 __all__ = ["s_dmask"]
 
@@ -33,15 +34,7 @@ def s_dmask(q: Tensor, k: Tensor, lse: Tensor, p: Problem) -> Tensor:
     if p.alibi_slopes is not None:
         slopes = p.alibi_slopes if p.alibi_slopes.dim() == 2 else p.alibi_slopes[None]
         scores = scores - slopes.to(dtype)[..., None, None] * (position - key).abs()[:, None]
-    visible = (query < length_q[:, None, None]) & (key < length_k[:, None, None])
-    if p.causal:
-        visible &= key <= position
-    elif p.window_right >= 0:
-        visible &= key <= position + p.window_right
-    if p.window_left >= 0:
-        visible &= key >= position - p.window_left
-    if p.attention_chunk > 0:
-        visible &= torch.div(position, p.attention_chunk, rounding_mode="floor") == key // p.attention_chunk
+    visible = (query < length_q[:, None, None]) & (key < length_k[:, None, None]) & visible_keys(position, key, p)
     by_row = lse.detach().transpose(-1, -2)  # (B, Sq, H) or (T, H)
     lse_padded = _padded(by_row, first_q, rows, p.cu_seqlens_q is not None).transpose(1, 2)
     weights = torch.exp(scores - lse_padded[..., None]).masked_fill(~visible[:, None], 0.0)

@@ -83,7 +83,7 @@ BAD_VALUES = [
     (
         ShapeError,
         {"qv": zeros(2, 5, 4, 9)},
-        r"^qv must have q's shape and v's head dim, \(2, 5, 4, 8\), got \(2, 5, 4, 9\)",
+        r"^qv must have q's shape and the values' head dim, \(2, 5, 4, 8\), got \(2, 5, 4, 9\)",
     ),
     (ValueError, {"q_descale": torch.ones(2, 2)}, r"^q_descale is for FP8 inputs"),
 ]
