@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,19 +118,18 @@ def check(case: Decode) -> None:
 @contextmanager
 def launches() -> Iterator[list[dict[str, str]]]:
     """What the driver launched meanwhile."""
-    path, found = f"/tmp/flash_attn_launches_{os.getpid()}", []
-    os.environ["FAKE_CUDA_LOG"] = path
-    try:
-        yield found
-        lines = []
-        if os.path.exists(path):  # the driver was called
-            with open(path, encoding="utf-8") as log:
-                lines = [line.split() for line in log]
-        found += [dict(x.split("=", 1) for x in line[1:]) for line in lines if line[0] == "launch"]
-    finally:
-        del os.environ["FAKE_CUDA_LOG"]
-        if os.path.exists(path):
-            os.remove(path)
+    found: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "launches")
+        os.environ["FAKE_CUDA_LOG"] = str(log)
+        try:
+            yield found
+        finally:
+            del os.environ["FAKE_CUDA_LOG"]
+        lines = log.read_text("utf-8").splitlines() if log.exists() else []  # there is one once the driver was called
+    for kind, *values in map(str.split, lines):
+        if kind == "launch":
+            found.append(dict(value.split("=", 1) for value in values))
 
 
 def case_decode() -> None:
