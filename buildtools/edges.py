@@ -42,6 +42,8 @@ def compile_job(job: Path) -> None:
         raise errors.SourceError(
             f"a source of {kernel.key} changed while it was waiting to be compiled", fix="start the build again"
         )
+    # Out of the driver's cache NVRTC returns an image without the log that the report is made of.
+    os.environ["CUDA_CACHE_DISABLE"] = "1"
     library = nvrtc.Nvrtc(Path(os.environ["FLASH_ATTN_EDGE_NVRTC"]))
     compiled = compile.compile_kernel(library, kernel, texts)
     usage = resource.getrusage(resource.RUSAGE_SELF)

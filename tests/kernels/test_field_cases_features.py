@@ -309,7 +309,7 @@ def test_opcheck_and_fullgraph_of_every_feature(options):
         found += torch.autograd.grad(found[0], (q, kv, sink))
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
-    values = (193, 193, 0.125, True, 30, -1, 100, 10.0, 0.0)
+    values = (193, 193, 0.125, True, 30, -1, 100, 10.0, 0.0, 0)
     none = (None,) * 5
     k, v = kv.detach().unbind(2)
     torch.library.opcheck(

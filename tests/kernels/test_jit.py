@@ -17,8 +17,6 @@ from oracle import expected, mismatches
 import flash_attn
 from flash_attn._buildtools import archive
 
-# Of one kernel. Where other processes have the second thread of each core, CPU time is up to twice as much.
-LIMIT_CPU_S = 2.0 * (1 if os.getloadavg()[0] < (os.cpu_count() or 1) / 4 else 2)
 # (batch, seqlen, heads): few scores, which the base family has, and as many as a faster one is taken for.
 SIZES = {"small": (1, 70, 2), "large": (2, 1024, 4)}
 
@@ -86,9 +84,9 @@ def test_a_head_dim_that_was_not_built_is_compiled_at_the_first_call(head_dim_64
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["supported"][0] is True
-    forward, backward = report["seconds"]
-    assert forward < LIMIT_CPU_S
-    assert backward < LIMIT_CPU_S
+    # Of one kernel. Where other processes have the second thread of each core, CPU time is up to twice as much.
+    busy = os.getloadavg()[0] > (os.cpu_count() or 1) / 4
+    assert max(report["seconds"]) < (4.0 if busy else 2.0)
     tensors = {name: x.cuda() for name, x in torch.load(results).items()}
     exact, allowed = expected(*(tensors[n] for n in ("q", "k", "v")), 128**-0.5, True, tensors["dout"])
     assert not mismatches({n: tensors[n] for n in exact}, exact, allowed)

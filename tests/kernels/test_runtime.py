@@ -176,7 +176,9 @@ def test_mixed_devices_and_dtypes_are_refused():
         flash_attn_func(q, k.cpu(), v)
     with pytest.raises(ValueError, match=r"v must have q's dtype: q is .*float16, v is torch\.float32"):
         flash_attn_func(q, k, v.float())
-    with pytest.raises(ValueError, match=r"q must be one of float16, bfloat16 on cuda, got torch\.float32"):
+    with pytest.raises(
+        ValueError, match=r"q must be one of float16, bfloat16, float8_e4m3fn on cuda, got torch\.float32"
+    ):
         flash_attn_func(q.float(), k.float(), v.float())
 
 

@@ -17,6 +17,7 @@ from buildtools.compile import (
     kernel_from_json,
     kernel_to_json,
     parse_log,
+    record_of,
     report_from_json,
     report_to_json,
 )
@@ -142,6 +143,21 @@ def test_missing_entry_point_is_named(tree, nvrtc, arch):
     texts[kernel.source] = texts[kernel.source].replace("flash_bwd_preprocess", "flash_bwd_prepare")
     with pytest.raises(KernelCompileError, match=r"sm80/bwd\.cu has no entry point flash_bwd_preprocess"):
         compile_kernel(nvrtc, kernel, texts)
+
+
+def test_without_a_log(tree, nvrtc):
+    """As NVRTC answers out of the driver's cache, in a process that has a GPU."""
+
+    class Cached:
+        def compile(self, *arguments):
+            return nvrtc.compile(*arguments)[0], ""
+
+    kernel = kernel_of(tree, BWD)
+    texts = SourceTree(tree / "csrc").closure(kernel.source)
+    compiled = compile_kernel(Cached(), kernel, texts)
+    assert compiled.image == compile_kernel(nvrtc, kernel, texts).image
+    assert not compiled.report.entries
+    assert record_of(kernel, compiled.report).registers == 0
 
 
 def test_full_version_has_the_build(nvrtc):
