@@ -463,6 +463,11 @@ def _check_new_rows(q: Tensor, k: Tensor, v: Tensor | None, cache: _Cache, packe
         wanted = (*lengths, heads_kv, head_dim)
         if tuple(x.shape) != wanted:
             raise ShapeError(f"{name} must have shape {wanted} here, got {checks.sizes(x)}.")
+    for name, x in (("k_cache", cache.k), ("v_cache", cache.v)):
+        if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
+            raise ShapeError(
+                f"{name} must not be expanded where k is written to it, got {checks.sizes(x)}, strides {x.stride()}."
+            )
     if cache.length is None and cache.lengths is None:
         raise ArgumentError("cache_seqlens must say where k goes: k is given, cache_seqlens is None.")
     return v

@@ -70,7 +70,7 @@ def sequences(q: Tensor, k: Tensor, p: Problem) -> Iterator[_Sequence]:
         if used_k is not None:
             k_last = min(k_last, k_first + max(0, used_k[number]))
         if leftpad is not None:
-            k_first = min(k_last, k_first + leftpad[number])
+            k_first = min(k_last, k_first + max(0, leftpad[number]))
         yield _Sequence(
             number,
             None if q_bounds is not None else number,

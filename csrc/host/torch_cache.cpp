@@ -27,6 +27,12 @@ class Cache {
   Cache(const char* name, const Tensor& tensor, const Argument& first, bool written)
       : rows(read_rows(name, tensor, false)) {
     check_same(rows.argument, first);
+    for (int i = 0; written && i < 4; ++i) {
+      if (rows.sizes[i] > 1 && rows.strides[i] == 0) {
+        fail("%s of shape %s has strides %s; memory that several rows share cannot be written.", name,
+             ShapeText(rows.sizes, 4).c_str(), ShapeText(rows.strides, 4).c_str());
+      }
+    }
     if (usable_as_is(rows)) {
       // Memory that is going to be written is asked for as such.
       data = written ? data_of(tensor) : const_cast<void*>(rows.argument.data);

@@ -273,6 +273,7 @@ BAD_CACHE = [
     (ValueError, {"v_descale": torch.ones(2, 2)}, r"^v_descale is for FP8"),
     (ArgumentError, {"sm_margin": -1}, r"^sm_margin must be a number of multiprocessors .* got -1"),
     (ArgumentError, {"softmax_scale": "1"}, r"^softmax_scale must be a number or None, got '1'"),
+    (ShapeError, {"v_cache": zeros(1, 20, 2, 8).expand(2, -1, -1, -1)}, r"^v_cache must not be expanded .*\(0, 16"),
     (ShapeError, {"k": zeros(3, 2, 8)}, r"^k must have 4 dimensions, \(B, Sn, Hk, D\), got 3"),
     # What turns up late on the way: the cache must be as it was all the same.
     (ShapeError, {"cache_batch_idx": int32(0, 2)}, r"^cache_batch_idx must hold .* from 0 to 1, got 2 at \(1,\)"),

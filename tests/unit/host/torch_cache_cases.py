@@ -617,6 +617,8 @@ def case_update_wrong_arguments() -> None:
         raises(call(leftpad_k=ints(1)), "leftpad_k has shape (1), expected (2)")
         raises(call(block_table=ints(0, 0)[:, None], cache_batch_idx=ints(0, 0)), "cache_batch_idx and block_table")
         raises(call(sink=torch.ones(3)), "sink has shape (3), expected (4)")
+        shared = case.v_cache[:1].expand(2, -1, -1, -1)
+        raises(call(v_cache=shared), "v_cache of shape (2, 20, 2, 64) has strides (0, ", "cannot be written")
     assert not found, "launched before all was checked"
 
 
