@@ -148,7 +148,7 @@ def _ask_nvml(nvml: Any) -> Driver | None:
         return None
     text, number, count = ctypes.create_string_buffer(96), ctypes.c_int(), ctypes.c_uint()
     try:
-        version = text.value.decode() if nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0 else None
+        version = text.value.decode(errors="replace") if nvml.nvmlSystemGetDriverVersion(text, len(text)) == 0 else None
         served = nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(number)) == 0
         gpus = set()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:

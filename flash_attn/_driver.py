@@ -88,7 +88,7 @@ def _read_gpu(cuda: ctypes.CDLL, index: int) -> Gpu:
 def _error_name(cuda: ctypes.CDLL, status: int) -> str:
     name = ctypes.c_char_p()
     if cuda.cuGetErrorName(status, ctypes.byref(name)) == 0 and name.value:
-        return f"{name.value.decode()} ({status})"
+        return f"{name.value.decode(errors='replace')} ({status})"
     return f"CUDA error {status}"
 
 
@@ -109,4 +109,4 @@ def _kernel_module_version() -> str | None:
         nvml.nvmlShutdown()
     except (OSError, AttributeError):
         return None
-    return text.value.decode() if found else None
+    return text.value.decode(errors="replace") if found else None

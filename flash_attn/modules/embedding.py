@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ..errors import ShapeError
+
 __all__ = ["GPT2Embeddings"]
 
 
@@ -45,6 +47,11 @@ class GPT2Embeddings(nn.Module):
             embeddings = self.project_in(embeddings)
         if self.max_position_embeddings > 0:
             if position_ids is None:
+                if input_ids.shape[1] > self.max_position_embeddings:
+                    raise ShapeError(
+                        f"input_ids must have at most max_position_embeddings tokens, {self.max_position_embeddings}, "
+                        f"got {input_ids.shape[1]}."
+                    )
                 position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
             embeddings = embeddings + self.position_embeddings(position_ids)
         return embeddings

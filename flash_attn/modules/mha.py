@@ -142,6 +142,11 @@ class _TorchAttention(_Attention):
         # The lowest number rather than -inf: rows without any key stay finite.
         lowest = torch.finfo(scores.dtype).min
         if key_padding_mask is not None:
+            if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != kv.shape[:2]:
+                raise ShapeError(
+                    f"key_padding_mask must be torch.bool (B, Sk), {tuple(kv.shape[:2])} here, "
+                    f"got {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}."
+                )
             scores = scores.masked_fill(~key_padding_mask[:, None, None, :], lowest)
         if last_key is not None:
             scores = scores.masked_fill(torch.arange(kv.shape[1], device=q.device) > last_key, lowest)
@@ -275,7 +280,7 @@ class MHA(nn.Module):
     ) -> None:
         super().__init__()
         heads_kv = num_heads if num_heads_kv is None else num_heads_kv
-        if embed_dim % num_heads != 0 or num_heads % heads_kv != 0:
+        if min(embed_dim, num_heads, heads_kv) < 1 or embed_dim % num_heads != 0 or num_heads % heads_kv != 0:
             raise ArgumentError(
                 "num_heads must divide embed_dim and be a multiple of num_heads_kv: "
                 f"embed_dim is {embed_dim}, num_heads {num_heads}, num_heads_kv {heads_kv}."

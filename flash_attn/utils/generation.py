@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, ShapeError, UnsupportedFeatureError
+from .. import checks
+from ..errors import ArgumentError, DeviceError, ShapeError, UnsupportedFeatureError
+from ..modules.embedding import GPT2Embeddings
 
 __all__ = [
     "DecoderOnlyOutput",
@@ -129,10 +131,22 @@ def decode(
         enable_timing: print how long it took.
         output_scores: keep the logits.
     """
+    if checks.tensor_of("input_ids", input_ids).dim() != 2:
+        raise ShapeError(f"input_ids must have shape (B, S), got {checks.sizes(input_ids)}.")
     batch_size, prompt = input_ids.shape
+    max_length = checks.length_of("max_length", max_length)
     if not 0 < prompt < max_length:
         raise ArgumentError(f"max_length must be more than the prompts' length, {prompt} tokens, got {max_length}.")
     _check_single(tensor_parallel)
+    bound = _positions_of(model)
+    if vocab_size is not None and vocab_size < 1:
+        raise ArgumentError(f"vocab_size must be positive or None, got {vocab_size}.")
+    if teacher_outputs is not None and (teacher_outputs.dim() != 2 or teacher_outputs.shape[0] != batch_size):
+        raise ShapeError(
+            f"teacher_outputs must have shape ({batch_size}, length), got {checks.sizes(teacher_outputs)}."
+        )
+    if cg and not input_ids.is_cuda:
+        raise DeviceError(f"cg=True needs a model on a GPU, input_ids is on {input_ids.device}.")
     if cg:
         model._decoding_cache = update_graph_cache(
             model, getattr(model, "_decoding_cache", None), batch_size, prompt, max_length
@@ -146,6 +160,10 @@ def decode(
         if params.seqlen_offset == 0:
             result = model(tokens, inference_params=params, num_last_tokens=1).logits
         else:
+            if bound is not None and params.seqlen_offset >= bound:
+                raise ArgumentError(
+                    f"max_length must be at most {bound + 1}: the model has {bound} positions, got {max_length}."
+                )
             positions = torch.full((batch_size, 1), params.seqlen_offset, device=tokens.device)
             if cg:
                 result = model._decoding_cache.run(tokens, positions, params.seqlen_offset)
@@ -172,6 +190,13 @@ def decode(
     if enable_timing:
         print(f"Prompt processing and decoding: {(_now(input_ids) - start) * 1000:.0f} ms")
     return DecoderOnlyOutput(torch.cat(sequences, dim=1), tuple(scores) if output_scores else None)
+
+
+def _positions_of(model: Any) -> int | None:
+    """How many positions the model has embeddings of; None where it has no bound, as with rotary embeddings."""
+    found = [m for m in model.modules() if isinstance(m, GPT2Embeddings)] if isinstance(model, torch.nn.Module) else []
+    bounds = [m.max_position_embeddings for m in found if m.max_position_embeddings > 0]
+    return min(bounds, default=None)
 
 
 def _check_single(tensor_parallel: int) -> None:

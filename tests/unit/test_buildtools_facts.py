@@ -104,11 +104,13 @@ def load_from(folder: Path):
 
 
 def test_the_driver_through_nvml_and_without_it(tmp_path: Path) -> None:
-    for name, source in (("a/libnvidia-ml.so.1", NVML), ("b/libcuda.so.1", CUDA)):
+    odd = NVML.replace("570.86.15", r"\xff570")
+    for name, source in (("a/libnvidia-ml.so.1", NVML), ("b/libcuda.so.1", CUDA), ("c/libnvidia-ml.so.1", odd)):
         (tmp_path / name).parent.mkdir()
         command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(tmp_path / name)]
         subprocess.run(command, input=source, text=True, check=True)
     assert read_driver(load_from(tmp_path / "a")) == Driver("570.86.15", (12, 8), (80, 90))
+    assert read_driver(load_from(tmp_path / "c")) == Driver("\ufffd570", (12, 8), (80, 90))
     proc = tmp_path / "version"
     proc.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.06  Wed\nGCC version: 12.2.0\n")
     assert read_driver(load_from(tmp_path / "b"), proc) == Driver("535.183.06", (12, 2), (86,))

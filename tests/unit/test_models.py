@@ -288,6 +288,27 @@ def test_generation_stops_and_is_taught():
         decode(ids, model, 5)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input_ids": [[1, 2]]}, r"^input_ids must be a torch\.Tensor, got list"),
+        ({"input_ids": torch.tensor([1, 2])}, r"^input_ids must have shape \(B, S\), got \(2,\)"),
+        ({"max_length": 6.0}, r"^max_length must be an integer, got 6\.0"),
+        ({"max_length": 15}, r"^max_length must be at most 13: the model has 12 positions, got 15"),
+        ({"input_ids": torch.zeros(1, 13, dtype=torch.int64)}, r"^input_ids must have at most .* tokens, 12, got 13"),
+        ({"vocab_size": 0}, r"^vocab_size must be positive or None, got 0"),
+        ({"teacher_outputs": torch.zeros(1, 9, dtype=torch.int64)}, r"^teacher_outputs must have shape \(2, length\)"),
+        ({"cg": True}, r"^cg=True needs a model on a GPU, input_ids is on cpu"),
+    ],
+)
+def test_what_generation_refuses(changes, message):
+    model = GPTLMHeadModel(config_of(max_position_embeddings=12)).eval()
+    arguments = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "max_length": 13}
+    assert model.generate(**arguments).shape == (2, 13)
+    with pytest.raises(ValueError, match=message):
+        model.generate(**{**arguments, **({"max_length": 20} if "input_ids" in changes else {}), **changes})
+
+
 def test_samples():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(4000, 4)
 

@@ -187,6 +187,10 @@ def test_a_full_cache_is_an_error():
     [
         ({"num_heads": 5}, {}, "num_heads must divide embed_dim.*embed_dim is 48, num_heads 5"),
         ({"num_heads": 6, "num_heads_kv": 4}, {}, "num_heads_kv 4"),
+        ({"num_heads": 0}, {}, "num_heads 0"),
+        ({"num_heads_kv": 0}, {}, "num_heads_kv 0"),
+        ({}, {"key_padding_mask": torch.ones(2, 3, dtype=torch.bool)}, r"key_padding_mask must .*\(2, 4\) here"),
+        ({}, {"key_padding_mask": torch.ones(2, 4)}, "key_padding_mask must be torch.bool.*float32"),
         ({"dwconv": True}, {}, "dwconv must be False"),
         ({"use_alibi": True}, {}, "use_alibi and window_size need use_flash_attn=True"),
         ({"cross_attn": True, "rotary_emb_dim": 8}, {}, "rotary_emb_dim must be 0"),
