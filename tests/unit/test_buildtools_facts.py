@@ -104,7 +104,7 @@ def load_from(folder: Path):
 
 
 def test_the_driver_through_nvml_and_without_it(tmp_path: Path) -> None:
-    odd = NVML.replace("570.86.15", r"\xff570")
+    odd = NVML.replace("570.86.15", r"\377570")
     for name, source in (("a/libnvidia-ml.so.1", NVML), ("b/libcuda.so.1", CUDA), ("c/libnvidia-ml.so.1", odd)):
         (tmp_path / name).parent.mkdir()
         command = ["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(tmp_path / name)]
