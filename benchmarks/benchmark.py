@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import json
 import math
+import signal
 import statistics
 import subprocess
 import sys
@@ -377,6 +378,11 @@ def rows_of(cases: list[Case], seconds: float, limit: float) -> Iterator[dict[st
         yield measure(case, seconds)
 
 
+def save(result: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Measure, print each row as it comes, write the JSON; 1 where this machine cannot."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -397,17 +403,22 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     limits, before = ceilings(options.seconds / 2), state()
     print(line(HEADER))
-    rows = []
-    for row in rows_of(cases, options.seconds, options.limit):
-        rows.append(row)
-        print(line(cells(row, limits, bars)), flush=True)
-        for provider, why in row["refusals"].items():
-            print(f"  {provider}: {why}", flush=True)
-    after = state()
-    limits = {name: max(value, limits.get(name, 0.0)) for name, value in ceilings(options.seconds / 2).items()}
-    result = {"schema": 1, "environment": environment(options.commit, before, after), "ceilings": limits, "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    rows: list[dict[str, Any]] = []
+    # What has been measured is kept, also where Ctrl-C or `timeout` ends it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        for row in rows_of(cases, options.seconds, options.limit):
+            rows.append(row)
+            print(line(cells(row, limits, bars)), flush=True)
+            for provider, why in row["refusals"].items():
+                print(f"  {provider}: {why}", flush=True)
+    finally:
+        environ = environment(options.commit, before, state())
+        result = {"schema": 1, "environment": environ, "ceilings": limits, "rows": rows}
+        save(result, options.json)
+    for name, value in ceilings(options.seconds / 2).items():
+        limits[name] = max(value, limits.get(name, 0.0))
+    save(result, options.json)
     print(conditions(result))
     print(f"below their bars: {' '.join(failing(result, bars)) or 'none'}")
     return 0

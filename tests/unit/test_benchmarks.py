@@ -152,3 +152,23 @@ def test_pages_that_are_kept_are_those_of_their_results():
         result = json.loads(path.read_text())
         assert path.with_suffix(".md").read_text() == report.markdown(result, cases.load_bars()), path
         assert path.with_suffix(".svg").read_text() == report.chart(result, cases.load_bars()), path
+
+
+def test_what_was_measured_before_an_interruption_is_kept(result, tmp_path, monkeypatch):
+    import benchmark
+
+    def measure(case, seconds):
+        if case.name.endswith("-4k"):
+            raise KeyboardInterrupt
+        return row(case.name, 600.0, 300.0)
+
+    monkeypatch.setattr(benchmark, "measure", measure)
+    monkeypatch.setattr(benchmark, "ceilings", lambda seconds: dict(result["ceilings"]))
+    monkeypatch.setattr(benchmark, "state", dict)
+    monkeypatch.setattr(benchmark, "environment", lambda commit, before, after: result["environment"])
+    monkeypatch.setattr(benchmark.flash_attn, "supported", lambda device: (True, ""))
+    monkeypatch.setattr(benchmark.signal, "signal", lambda number, handler: None)
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(["--only", "fwd-d128-full-*", "--json", str(tmp_path / "result.json")])
+    saved = json.loads((tmp_path / "result.json").read_text())
+    assert [found["name"] for found in saved["rows"]] == ["fwd-d128-full-1k"]
