@@ -6,6 +6,7 @@ Each function returns what it checked, converted where that is harmless, or rais
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -233,8 +234,8 @@ def check_dropout(dropout_p: float, softcap: float = 0.0) -> None:
 
 
 def check_softcap(softcap: float) -> None:
-    if not number_of("softcap", softcap) >= 0.0:
-        raise ArgumentError(f"softcap must be 0.0 (none) or positive, got {softcap}.")
+    if not 0.0 <= number_of("softcap", softcap) < math.inf:
+        raise ArgumentError(f"softcap must be 0.0 (none) or positive and finite, got {softcap}.")
 
 
 def window_of(window_size: Sequence[int | None], causal: bool) -> tuple[bool, int, int]:
@@ -245,9 +246,10 @@ def window_of(window_size: Sequence[int | None], causal: bool) -> tuple[bool, in
         raise ArgumentError(f"window_size must be two integers (left, right), got {window_size}.")
     sides: list[Any] = []
     for side in window_size:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt))):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, (int, torch.SymInt, numbers.Integral))):
             raise ArgumentError(f"window_size must be two integers (left, right), got {window_size}.")
-        sides.append(NO_WINDOW if side is None or side < 0 or side >= _FAR else side)
+        number = side if side is None or isinstance(side, (int, torch.SymInt)) else int(side)  # numpy's
+        sides.append(NO_WINDOW if number is None or number < 0 or number >= _FAR else number)
     left, right = sides
     causal = bool(causal) or right == 0
     return causal, left, NO_WINDOW if causal else right

@@ -75,7 +75,7 @@ def quantize(
 
     Returns:
         (x_fp8, descale): x is about ``x_fp8 * descale``. descale is fp32 (B, Hk), the largest magnitude of its rows
-        over 448, which is the largest number of the format; 1 where all are 0.
+        over 448, which is the largest number of the format; 1 where all are 0 (below 1e-35).
 
     Raises:
         ShapeError, DtypeError, ArgumentError: a ``ValueError`` naming the argument and what was found.
@@ -230,7 +230,7 @@ def _rounded_in_torch(
     of_row = y.abs().amax(-1) if y.shape[-1] > 0 else y.new_zeros(y.shape[:-1])
     heads = y.shape[-2]
     largest = rows.largest(of_row.reshape(*of_row.shape[:-1], heads_kv, heads // heads_kv).amax(-1))
-    descale = torch.where(largest > 0.0, largest / _LARGEST, 1.0)
+    descale = factors_of(largest)
     by_row = rows.by_row(descale, heads)
     rounded = _to_fp8(y / by_row)
     if key is not None:
@@ -242,6 +242,12 @@ def _rounded_in_torch(
             target = torch.where(outlier, target + _SHARE * error, target)
             rounded = _to_fp8(torch.matmul(target, matrix) * scale / by_row)
     return rounded, descale
+
+
+def factors_of(largest: Tensor) -> Tensor:
+    """The factors of rows with these largest magnitudes; 1 where they are 0, or so small that a factor would be."""
+    factors = largest / _LARGEST
+    return torch.where(factors >= torch.finfo(torch.float32).tiny, factors, 1.0)
 
 
 def _to_fp8(x: Tensor) -> Tensor:
@@ -268,10 +274,10 @@ def _columns(head_dim: int) -> int:
 
 def _rotation(head_dim: int, key: int, device: torch.device) -> Tensor:
     """float32 (D, D') of 1 and -1: the first D rows of a Hadamard matrix, each with a random sign."""
-    matrix = torch.ones(1, 1, device=device)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device=device)
     while matrix.shape[0] < _columns(head_dim):
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
-    signs: Tensor = 1.0 - 2.0 * (mix(torch.arange(head_dim, device=device) ^ key) & 1)
+    signs: Tensor = 1.0 - 2.0 * (mix(torch.arange(head_dim, device=device) ^ key) & 1).to(torch.float32)
     return matrix[:head_dim] * signs[:, None]
 
 

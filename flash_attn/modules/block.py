@@ -34,7 +34,8 @@ class StochasticDepth(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.p == 0.0 or not self.training:
             return x
-        keeps = torch.rand((x.shape[0],) + (1,) * (x.dim() - 1), device=x.device) >= self.p
+        sizes = (x.shape[0],) + (1,) * (x.dim() - 1)
+        keeps = torch.rand(sizes, dtype=torch.float32, device=x.device) >= self.p
         return torch.where(keeps, x / (1.0 - self.p), 0.0).to(x.dtype)
 
 

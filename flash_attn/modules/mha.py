@@ -327,7 +327,7 @@ class MHA(nn.Module):
         if use_flash_attn:
             inner["window_size"] = tuple(window_size)
             if use_alibi:
-                inner["alibi_slopes"] = torch.tensor(get_alibi_slopes(num_heads), device=device)
+                inner["alibi_slopes"] = torch.tensor(get_alibi_slopes(num_heads), dtype=torch.float32, device=device)
         self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**inner)
         self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**inner)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=out_proj_bias, **factory)

@@ -255,6 +255,27 @@ def test_nothing_in_one_dimension(batch, queries, keys, heads):
     assert flash_attn_func(*(x.to(FP8) for x in (q, k, k))).shape == q.shape
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_another_default_dtype(default):
+    """As inference engines set it: nothing of it gets into the rotation or the factors."""
+    q, k, v = tensors()
+    wanted = flash_attn_fp8_func(q, k, v, return_lse=True)
+    torch.set_default_dtype(default)
+    try:
+        found = flash_attn_fp8_func(q, k, v, return_lse=True)
+        descale = rotate_and_quantize(q)[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert descale.dtype is torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_factors_too_small_to_divide_by():
+    rounded, descale = quantize(torch.full((1, 3, 2, 64), 1e-42))
+    assert torch.equal(descale, torch.ones(1, 2))
+    assert not rounded.float().any()
+
+
 def test_packed_sequences_of_which_there_are_none():
     x = torch.randn(5, 2, 64)
     out = flash_attn_varlen_fp8_func(x, x, x, int32(0), int32(0), 0, 0, seqused_k=int32())

@@ -59,6 +59,7 @@ BAD_VALUES = [
     (ValueError, {"softmax_scale": "0.5"}, r"^softmax_scale must be a number or None, got '0\.5'"),
     (ValueError, {"softmax_scale": [1], "softcap": 1.0}, r"^softmax_scale must be a number or None, got \[1\]"),
     (ValueError, {"softcap": None}, r"^softcap must be a number, got None"),
+    (ValueError, {"softcap": float("inf")}, r"^softcap must be .* finite, got inf"),
     (ValueError, {"dropout_p": "0.1"}, r"^dropout_p must be a number, got '0\.1'"),
     (ValueError, {"window_size": (1, 2, 3)}, r"^window_size must be two integers.*\(1, 2, 3\)"),
     (ValueError, {"window_size": None}, r"^window_size must be two integers.*None"),
@@ -100,6 +101,9 @@ def test_harmless_spellings_are_accepted():
     expected = flash_attn_func(**good(), causal=True)
     out = flash_attn_func(**good(), dropout_p=0, softmax_scale=8**-0.5, causal=1, window_size=[-1, -1], softcap=0)
     assert torch.equal(out, expected)
+    numbers = torch.tensor([2, 1]).numpy()
+    out = flash_attn_func(**good(), window_size=tuple(numbers), softmax_scale=numbers.astype("float32")[1])
+    assert torch.equal(out, flash_attn_func(**good(), window_size=(2, 1), softmax_scale=1.0))
 
 
 def test_arguments_keep_the_order_of_flash_attn_2():

@@ -167,6 +167,18 @@ def test_reductions():
         CrossEntropyLoss(reduction="median")
 
 
+def test_another_default_dtype():
+    """As inference engines set it: 1 - label_smoothing is not rounded to it."""
+    logits, labels = torch.randn(4, 9, requires_grad=True), torch.tensor([0, 3, 8, 2])
+    wanted = torch.autograd.grad(cross_entropy_loss(logits, labels, label_smoothing=0.1)[0].sum(), logits)[0]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = torch.autograd.grad(cross_entropy_loss(logits, labels, label_smoothing=0.1)[0].sum(), logits)[0]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, wanted)
+
+
 def test_labels_that_are_no_class():
     losses, _ = cross_entropy_loss(torch.randn(3, 5), torch.tensor([5, -3, -100]))
     assert losses[:2].isnan().all()

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...fp8 import factors_of
+
 __all__ = ["rounded"]
 
 _LARGEST = tl.constexpr(448.0)
@@ -152,7 +154,8 @@ def rounded(
     columns = triton.next_power_of_2(head_dim) if key is None else max(64, triton.next_power_of_2(head_dim))
     out_dim = head_dim if key is None else columns
     out = torch.empty((batch, rows, heads, out_dim), dtype=torch.float8_e4m3fn, device=x.device)
-    largest = torch.zeros(sequences + 1, heads_kv, device=x.device)  # one more, for rows of no sequence
+    # One sequence more, for rows of none.
+    largest = torch.zeros(sequences + 1, heads_kv, dtype=torch.float32, device=x.device)
     block_m = max(1, 8192 // columns)
     tiles = triton.cdiv(rows, block_m)
     constants = {"ROTATE": key is not None, "BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
@@ -164,7 +167,7 @@ def rounded(
             x, mean, used, sequence, largest, *x.stride(), tiles, rows, head_dim, heads_kv, heads // heads_kv, key,
             scale, **constants,
         )  # fmt: skip
-    descale = torch.where(largest > 0.0, largest / 448.0, 1.0)[:sequences]
+    descale = factors_of(largest)[:sequences]
     if x.numel() > 0 and sequences > 0:
         _round_kernel[grid](
             x, mean, sequence, descale, out, *x.stride(), tiles, rows, head_dim, heads, heads_kv, heads // heads_kv,

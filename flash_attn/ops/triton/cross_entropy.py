@@ -64,7 +64,7 @@ def _backward_in_torch(
     dlogits = torch.exp(logits.to(lse.dtype) * logit_scale - lse[:, None])
     dlogits = dlogits * (1.0 + 2.0 * lse_square_scale * lse)[:, None]
     classes = torch.arange(first_class, first_class + logits.shape[1], device=logits.device)
-    dlogits = dlogits - torch.where(classes == labels[:, None], 1.0 - smoothing, 0.0) - smoothing / class_count
+    dlogits = dlogits - (classes == labels[:, None]).to(lse.dtype) * (1.0 - smoothing) - smoothing / class_count
     dlogits = dlogits * (dloss * logit_scale)[:, None]
     return dlogits.masked_fill((labels == ignore_index)[:, None], 0.0).to(logits.dtype)
 
