@@ -23,7 +23,7 @@ from ._ops_general import (
 from .dropout import draw_rng_state
 from .errors import ArgumentError, ShapeError, UnsupportedFeatureError
 from .problem import NO_WINDOW, Problem
-from .reference_cache import gather_pages
+from .reference_cache import check_places, gather_pages
 from .s_dmask import s_dmask
 
 __all__ = [
@@ -294,10 +294,17 @@ def _attend_pages(q: Tensor, k: Tensor, v: Tensor, r: Request) -> Result:
             raise ShapeError(
                 f"{name} must have 4 dimensions, (pages, page_size, Hk, D), with a block_table, got {checks.sizes(x)}."
             )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise ShapeError(f"v must have k's shape but for the head dim: k is {checks.sizes(k)}, v is {checks.sizes(v)}.")
+    if k.shape[1] == 0:
+        raise ShapeError(f"k must have pages of at least one row, got {checks.sizes(k)}.")
+    checks.check_dropout(r.dropout_p)
     cu_seqlens_k = checks.cu_seqlens_of("cu_seqlens_k", r.cu_seqlens_k, q)
     batch = cu_seqlens_k.shape[0] - 1
     block_table = checks.block_table_of(r.block_table, batch, q)
-    seqused = cu_seqlens_k.diff() if r.seqused_k is None else r.seqused_k
+    seqused = cu_seqlens_k.diff() if r.seqused_k is None else checks.numbers_of("seqused_k", r.seqused_k, batch, q)
+    if checks.has_numbers(q) and seqused is not None:
+        check_places(block_table, None, k, seqused)
     r = r._replace(block_table=None, cu_seqlens_k=None, max_seqlen_k=None, seqused_k=seqused)
     wanted = torch.is_grad_enabled() and any(_requires_grad(x) for x in (q, k, v, r.learnable_sink))
     lacking = wanted or r.dropout_p > 0.0 or r.seqused_q is not None or r.qv is not None or q.dtype is checks.FP8

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .errors import ArgumentError, DeviceError, DtypeError, ShapeError, UnsupportedFeatureError
 from .problem import NO_WINDOW
@@ -35,6 +36,7 @@ __all__ = [
     "check_softcap",
     "cu_seqlens_of",
     "descale_of",
+    "has_numbers",
     "length_of",
     "number_of",
     "numbers_of",
@@ -69,6 +71,11 @@ def tensor_of(name: str, x: object) -> Tensor:
     if not isinstance(x, Tensor):
         raise ArgumentError(f"{name} must be a torch.Tensor, got {type(x).__name__}.")
     return x
+
+
+def has_numbers(x: Tensor) -> bool:
+    """Whether what tensors beside ``x`` hold can be read without waiting: not on a GPU, and not while tracing."""
+    return x.is_cpu and type(x) is Tensor and not is_compiling()
 
 
 def same_device(name: str, x: Tensor, q: Tensor, owner: str = "q") -> None:

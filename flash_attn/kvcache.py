@@ -384,14 +384,9 @@ def _check_fp8(cache: _Cache, k: Tensor | None, **options: Tensor | None) -> Non
             )
 
 
-def _has_numbers(x: Tensor) -> bool:
-    """Whether what tensors beside ``x`` hold can be read without waiting: not on a GPU, and not while tracing."""
-    return x.is_cpu and type(x) is Tensor and not is_compiling()
-
-
 def _check_contents(q: Tensor, new: int | Tensor, cache: _Cache, cu_seqlens_q: Tensor | None) -> None:
     """On the CPU, the numbers in tensors can be seen. ``new``: how many rows each sequence is about to get."""
-    if not _has_numbers(q):
+    if not checks.has_numbers(q):
         return
     if cu_seqlens_q is not None:
         boundaries("cu_seqlens_q", q, cu_seqlens_q)
@@ -497,7 +492,7 @@ def _starts_of_new_rows(k: Tensor, cu_seqlens_k_new: Tensor, cache: _Cache) -> T
         raise ShapeError(
             f"cu_seqlens_k_new must have shape (B + 1,), ({cache.batch + 1},) here, got {checks.sizes(x)}."
         )
-    if _has_numbers(k):
+    if checks.has_numbers(k):
         boundaries("cu_seqlens_k_new", k, x)
     return x
 

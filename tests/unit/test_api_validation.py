@@ -189,6 +189,19 @@ def test_block_tables():
         flash_attn.flash_attn_varlen_func(**varlen(**PAGES, block_table=int32(0, 1)[None]))
     with pytest.raises(DtypeError, match=r"^block_table must be torch\.int32, got torch\.int64"):
         flash_attn.flash_attn_varlen_func(**varlen(**PAGES, block_table=int32(0, 1, 2, 3).view(2, 2).long()))
+    fewer = {**PAGES, "v": zeros(5, 2, 2, 8), "dropout_p": 0.5}
+    with pytest.raises(ShapeError, match=r"^v must have k's shape but for the head dim"):
+        flash_attn.flash_attn_varlen_func(**varlen(**fewer, block_table=int32(0, 1, 2, 3).view(2, 2)))
+    rowless = {n: zeros(6, 0, 2, 8) for n in "kv"}
+    with pytest.raises(ShapeError, match=r"^k must have pages of at least one row, got \(6, 0, 2, 8\)"):
+        flash_attn.flash_attn_varlen_func(**varlen(**rowless, block_table=int32(0, 1, 2, 3).view(2, 2)))
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5}, {"seqused_q": int32(1, 1)}])
+def test_a_page_that_does_not_exist(options):
+    """Whether the table is followed or the pages are gathered first."""
+    with pytest.raises(ShapeError, match=r"^block_table must hold page numbers from 0 to 5, got 6 at \(1, 0\)"):
+        flash_attn.flash_attn_varlen_func(**varlen(**PAGES, block_table=int32(0, 1, 6, 3).view(2, 2), **options))
 
 
 BAD_PACKED = [
