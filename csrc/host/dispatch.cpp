@@ -1,7 +1,6 @@
 // The second half of dispatch.h: parameters and grids of launches.
 #include "host/dispatch.h"
 
-#include <algorithm>
 #include <cstring>
 
 #include "host/error.h"
@@ -348,8 +347,8 @@ int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
   // the multiprocessors keep busy: more waves than one only slow them. (Measured on an H200.)
   constexpr int64_t kWave = 8, kCombine = 4;
   const int64_t steps = blocks_of(params.seqlen_k, warps * kernel.record->block_n);
-  int64_t most = std::min(parts, kMostSplits);
-  if (params.row_warps <= 2) most = std::min(most, multiprocessors / tiles);
+  int64_t most = parts < kMostSplits ? parts : kMostSplits;
+  if (params.row_warps <= 2 && multiprocessors / tiles < most) most = multiprocessors / tiles;
   int64_t best = 1, least = INT64_MAX;
   for (int64_t splits = 1; splits <= most; ++splits) {
     const int64_t cost = blocks_of(tiles * splits, multiprocessors) * (blocks_of(steps, splits) + kWave) +

@@ -266,7 +266,7 @@ def test_forward_launch(machine: Machine) -> None:
         "key": FWD, "arch": "90", "entry": "flash_fwd", "grid": str(5 * 8 * 2), "block": "128", "smem": "65536",
         "stream": "0x77", "device": "0", "batch": "2", "heads": "8", "heads_kv": "2", "group": "4",
         "seqlen_q": "300", "seqlen_k": "200", "head_dim": "128", "head_dim_v": "128", "blocks_m": "5",
-        "scale": "0.125000", "scale_log2": "0.180337", "heads_per_group": "0", "counter": "0",
+        "scale": "0.125000", "scale_log2": "0.180337", "heads_per_group": "0", "counter": "0", "early": "0",
     }  # fmt: skip
 
 
