@@ -115,6 +115,7 @@ def tests(session: nox.Session) -> None:
 def packaging(session: nox.Session) -> None:
     """The slow packaging tests: real pip, real environments, builds from source. Arguments go to pytest."""
     install_locked(session, TOOLS_LOCK)
+    install_locked(session, BUILD_LOCK)  # with an NVRTC, for builds from source
     session.install(*test_torch())
     session.run("python", "-m", "pytest", "tests/packaging", "-m", "slow and not prove", *session.posargs)
 

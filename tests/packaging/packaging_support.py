@@ -46,7 +46,7 @@ def build_hook(hook: str, root: Path, folder: Path, **variables: str) -> Path:
     """Calls a hook of the project's PEP 517 backend in a process of its own; the file that it wrote."""
     code = f"import sys; from buildtools import backend; print(backend.{hook}(sys.argv[1]))"
     command = [sys.executable, "-c", code, str(folder)]
-    result = subprocess.run(command, cwd=root, env=clean_environ() | variables, capture_output=True, text=True)
+    result = subprocess.run(command, cwd=root, env=clean_environ() | variables, capture_output=True, encoding="utf-8")
     assert result.returncode == 0, result.stderr
     return folder / str(result.stdout).splitlines()[-1]
 
@@ -81,7 +81,7 @@ class Environment:
             env=environ or clean_environ(),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             timeout=600,
         )
 

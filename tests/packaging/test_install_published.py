@@ -197,7 +197,8 @@ def test_killed_in_a_build(tree: Path, tmp_path: Path) -> None:
 def uv(*arguments: str | Path, cwd: Path, environ: dict[str, str], fails: bool = False) -> str:
     result = subprocess.run(
         [sys.executable, "-m", "uv", *map(str, arguments), "--no-cache"],
-        cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120, check=False,
+        cwd=cwd, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8", timeout=120,
+        check=False,
     )  # fmt: skip
     assert (result.returncode != 0) == fails, result.stdout
     return result.stdout
