@@ -85,7 +85,9 @@ def test_a_head_dim_that_was_not_built_is_compiled_at_the_first_call(head_dim_64
     report = json.loads(done.stdout)
     assert report["supported"][0] is True
     # Of one kernel. Where other processes have the second thread of each core, CPU time is up to twice as much.
-    busy = os.getloadavg()[0] > (os.cpu_count() or 1) / 4
+    # The load averages of a machine that has just become busy lag behind: what runs now counts as well.
+    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    busy = max(os.getloadavg()[0], running) > (os.cpu_count() or 1) / 4
     assert max(report["seconds"]) < (4.0 if busy else 2.0)
     tensors = {name: x.cuda() for name, x in torch.load(results).items()}
     exact, allowed = expected(*(tensors[n] for n in ("q", "k", "v")), 128**-0.5, True, tensors["dout"])
