@@ -20,7 +20,7 @@ struct Sequences {
   const int* cu_seqlens_k;  // (B + 1): the same of packed keys
   const int* seqused_q;     // (B): the queries of each sequence that count, from its first row on
   const int* seqused_k;     // (B): the same of keys
-  const int* leftpad_k;     // (B): keys of each sequence that are skipped, at its beginning
+  const int* leftpad_k;     // (B): keys of each sequence that are skipped, at its beginning; none if negative
   int new_keys;             // counted on top of seqused_k
 };
 
@@ -223,7 +223,7 @@ struct RotaryParams {
   const int* offsets;  // (B): position of each sequence's first row; null: offset
   int offset;
   const int* cu_seqlens;  // (B + 1): packed sources
-  const int* leftpad;     // (B): rows of the cache before position 0
+  const int* leftpad;     // (B): rows of the cache before position 0; none if negative
   const int* cache_batch_idx;
   int slabs;
   Pages pages;

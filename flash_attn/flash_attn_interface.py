@@ -97,7 +97,8 @@ def flash_attn_func(
         qv: (B, Sq, H, Dv): scores become ``softmax_scale * (q @ k.T + qv @ v.T)``. D + Dv <= 256; q and k are copied.
         seqused_q, seqused_k: int32 (B,), how many rows of each sequence count, from the first on. Sq and Sk above are
             then these. Queries that do not count get output 0 and log-sum-exp -inf; gradients there are 0.
-        leftpad_k: int32 (B,), how many keys at the beginning of each sequence do not count, as if they were not there.
+        leftpad_k: int32 (B,), how many keys at the beginning of each sequence do not count, as if they were not there;
+            a negative number is 0.
         q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone (see below): what the elements of each
             sequence and KV head (of q: the H // Hk heads that attend with it) are multiplied by. None: 1.
         sm_margin: multiprocessors to leave free for kernels of other streams, such as a collective's. The forward on

@@ -75,7 +75,7 @@ def flash_attn_with_kvcache(
             then no room for k).
         cache_batch_idx: int32 (B,), the slab of each sequence. None: its own number. The slabs of sequences that get
             new keys must differ.
-        cache_leftpad: int32 (B,), rows at the beginning of each cache that do not count.
+        cache_leftpad: int32 (B,), rows at the beginning of each cache that do not count; a negative number is 0.
         block_table: int32 (B, n): ``block_table[b, i]`` is the page of sequence b's keys ``i * page_size`` and up; its
             capacity is n * page_size. Pages of any size. With many queries a sequence they are gathered first.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, attention_chunk: as in
@@ -512,7 +512,7 @@ def _append(
     if cache.batch == 0:  # no row belongs to any sequence
         return q, cache
     if rotation.cos is not None and rotation.sin is not None:
-        positions = starts if cache.leftpad is None else starts - cache.leftpad
+        positions = starts if cache.leftpad is None else starts - cache.leftpad.clamp(min=0)
         if rotation.starts is not None:
             positions = rotation.starts
         k = _rotated(k, positions, cu_seqlens_k_new, rotation, False)

@@ -18,7 +18,7 @@ class Problem(NamedTuple):
 
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1), first row of each sequence where q, or k and v, are packed; else None.
     seqused_q, seqused_k: int32 (B), how many rows of each sequence count, from its first on; None: all.
-    leftpad_k: int32 (B), how many keys at the beginning of each sequence do not count; None: none.
+    leftpad_k: int32 (B), how many keys at the beginning of each sequence do not count; None or negative: none.
     alibi_slopes: fp32 (H) or (B, H), or None.
     sink: (H), or None: a further logit of every row, without a value.
     rng_state: int64 (2), seed and offset of dropout, or None.

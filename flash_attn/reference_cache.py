@@ -226,7 +226,9 @@ def kvcache(
     batch, new = k.shape[:2]
     starts = torch.full((batch,), seqlen_k, dtype=torch.int32, device=q.device) if seqlens_k is None else seqlens_k
     if cos is not None and sin is not None:
-        positions = (starts.to(torch.int64) if leftpad_k is None else starts.to(torch.int64) - leftpad_k)[:, None]
+        positions = starts.to(torch.int64)[:, None]
+        if leftpad_k is not None:
+            positions = positions - leftpad_k.clamp(min=0)[:, None]
         k = rotate(k, cos, sin, positions + torch.arange(new, device=q.device), interleaved, False)
         same_position = not causal and window_left < 0 and window_right < 0
         steps = torch.arange(q.shape[1], device=q.device) * (0 if same_position else 1)

@@ -57,7 +57,8 @@ def _extent(
     if seqused is not None:
         length = torch.minimum(length, seqused)
     if leftpad is not None:
-        first, length = first + leftpad, (length - leftpad).clamp(min=0)
+        padding = leftpad.clamp(min=0)
+        first, length = first + padding, (length - padding).clamp(min=0)
     return first, length
 
 

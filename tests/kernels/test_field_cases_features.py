@@ -332,6 +332,40 @@ def test_slopes_that_require_grad():
 
 
 @pytest.mark.skipif(largest_head_dim("bwd", torch.bfloat16, True) < 256, reason="head dim 256 was not built")
+@EACH_DTYPE
+@pytest.mark.parametrize("causal", [False, True])
+def test_negative_left_padding(dtype, causal):
+    """It is none: what lies before a sequence's first key is not read."""
+
+    def behind_nan(rows):
+        x = torch.full((8 + rows, 2, 64), math.nan, device="cuda", dtype=dtype)
+        x[8:] = randn(rows, 2, 64, dtype=dtype)
+        return x[8:]
+
+    q, k, v = (x.requires_grad_() for x in (randn(2, 70, 4, 64, dtype=dtype), *(behind_nan(300) for _ in "kv")))
+    cos, sin = (randn(200, 16, dtype=dtype) for _ in range(2))
+    bounds_q, bounds_k = numbers(0, 70, 140), numbers(0, 150, 300)
+    lengths = numbers(110, 149)
+    caches = [behind_nan(300).view(2, 150, 2, 64) for _ in "kv"]
+    new = [randn(2, 1, 2, 64, dtype=dtype) for _ in "kv"]
+
+    def results(padding):
+        for used in ({}, {"seqused_k": lengths}):
+            options = {"causal": causal, "leftpad_k": padding, "deterministic": True, **used}
+            out, lse, _ = flash_attn_varlen_func(
+                q.flatten(0, 1), k, v, bounds_q, bounds_k, 70, 150, return_attn_probs=True, **options
+            )
+            assert out.isfinite().all()
+            yield from (out, lse, *torch.autograd.grad(out.sum(), (q, k, v)))
+        for rows in ([], [*new, cos, sin]):
+            yield flash_attn_with_kvcache(
+                q.detach()[:, :3], *caches, *rows, cache_seqlens=lengths, cache_leftpad=padding, causal=causal
+            )
+
+    assert_same_bits(results(numbers(-5, 2)), list(results(numbers(0, 2))))
+    assert_same_bits(results(numbers(-200, -1)), list(results(numbers(0, 0))))
+
+
 @pytest.mark.parametrize("options", [{}, {"window_size": (100, 0)}], ids=str)
 def test_backward_of_head_dim_256(options):
     """Field case 39: there is a kernel that fits into the shared memory of any GPU."""

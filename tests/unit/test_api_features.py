@@ -67,6 +67,26 @@ def test_rotary_case(dtype, head_dim, rotary_dim, interleaved):
     assert not run_rotary(0, dtype, head_dim, rotary_dim, interleaved, device="cpu")
 
 
+def test_a_negative_number_of_padded_keys_is_none():
+    q, k, v = (randn(2, 5, 2, 4, requires_grad=False) for _ in "qkv")
+    cu_seqlens = int32(0, 4, 10)
+    cos, sin = torch.rand(20, 2), torch.rand(20, 2)
+
+    def results(padding):
+        used = {"leftpad_k": padding, "causal": True}
+        torch.manual_seed(0)
+        yield from flash_attn_func(q, k, v, return_attn_probs=True, dropout_p=0.2, **used)
+        packed = (x.flatten(0, 1) for x in (q, k, v))
+        yield flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, 6, 6, seqused_k=int32(4, 5), **used)
+        caches = [k.repeat(1, 2, 1, 1), v.repeat(1, 2, 1, 1)]
+        options = {"cache_seqlens": int32(3, 4), "cache_leftpad": padding, "causal": True}
+        yield flash_attn_with_kvcache(q, *caches, k, v, cos, sin, **options)
+        yield from caches
+
+    for found, wanted in zip(results(int32(-3, 2)), results(int32(0, 2)), strict=True):
+        assert torch.equal(found, wanted)
+
+
 # Gradients.
 
 FEATURES = {

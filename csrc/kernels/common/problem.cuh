@@ -37,8 +37,9 @@ struct Sequence {
     if (s.seqused_q != nullptr) seqlen_q = min(seqlen_q, s.seqused_q[batch]);
     if (s.seqused_k != nullptr) seqlen_k = min(seqlen_k, s.seqused_k[batch] + s.new_keys);
     if (s.leftpad_k != nullptr) {
-      k_row += s.leftpad_k[batch];
-      seqlen_k = max(0, seqlen_k - s.leftpad_k[batch]);
+      const int padding = max(0, s.leftpad_k[batch]);  // there are no rows before the first
+      k_row += padding;
+      seqlen_k = max(0, seqlen_k - padding);
     }
   }
 };

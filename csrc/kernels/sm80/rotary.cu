@@ -88,7 +88,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
            head * task.destination_stride.head));
 
   const int rotary_dim = task.rotate ? p.rotary_dim : 0;
-  const int position = offset + (task.same_position ? 0 : row) - (p.leftpad != nullptr ? p.leftpad[batch] : 0);
+  const int position = offset + (task.same_position ? 0 : row) - (p.leftpad != nullptr ? max(0, p.leftpad[batch]) : 0);
   const int first = chunk * 8;
   const bool known = position >= 0 && position < p.positions;
   if (first >= rotary_dim || !known) {

@@ -184,7 +184,7 @@ inline void rotary_row(const RotaryParams& p, const RotaryTask& task, bool bf16,
   const Rows destination(task.destination, task.destination_stride, bf16, slab, at, head);
   std::vector<float> x;
   for (int d = 0; d < task.head_dim; ++d) x.push_back(source.at(0, d));
-  const int position = offset + (task.same_position ? 0 : row) - (p.leftpad != nullptr ? p.leftpad[batch] : 0);
+  const int position = offset + (task.same_position ? 0 : row) - (p.leftpad != nullptr ? std::max(0, p.leftpad[batch]) : 0);
   const int half = task.rotate && position >= 0 && position < p.positions ? p.rotary_dim / 2 : 0;
   for (int i = 0; i < half; ++i) {
     const float c = table_value(p, p.cos, bf16, static_cast<long long>(position) * half + i);

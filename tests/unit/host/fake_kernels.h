@@ -118,8 +118,9 @@ struct Head {
     if (s.seqused_q != nullptr) seqlen_q = std::min(seqlen_q, s.seqused_q[b]);
     if (s.seqused_k != nullptr) seqlen_k = std::min(seqlen_k, s.seqused_k[b] + s.new_keys);
     if (s.leftpad_k != nullptr) {
-      k_row += s.leftpad_k[b];
-      seqlen_k = std::max(0, seqlen_k - s.leftpad_k[b]);
+      const int padding = std::max(0, s.leftpad_k[b]);
+      k_row += padding;
+      seqlen_k = std::max(0, seqlen_k - padding);
     }
     require(p.head_dim <= kind.head_dim && p.head_dim_v <= kind.head_dim, "head dim above the kernel's");
     require(p.group * p.heads_kv == p.heads, "group");

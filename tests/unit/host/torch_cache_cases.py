@@ -88,7 +88,7 @@ def reference(c: Decode) -> tuple[Tensor, Tensor]:
             x = whole(cache, b, c.cache_batch_idx, c.block_table).double()
             length = len(x) if c.seqlens_k is None and c.seqlen_k < 0 else c.seqlen_k
             last = min(len(x), length if c.seqlens_k is None else int(c.seqlens_k[b]))
-            first = 0 if c.leftpad_k is None else min(last, int(c.leftpad_k[b]))
+            first = 0 if c.leftpad_k is None else min(last, max(0, int(c.leftpad_k[b])))
             group = c.q.shape[-2] // max(x.shape[1], 1)
             rows.append(x[first:last].transpose(0, 1).repeat_interleave(group, 0))
         q = c.q[b] if bounds is None else c.q[bounds[b] : bounds[b + 1]]
@@ -198,6 +198,7 @@ def case_decode_lengths() -> None:
     check(slabs(seqlens_k=ints(0, 1), sq=3, causal=True))
     check(slabs(seqlens_k=ints(41, 1000)))  # more than there is
     check(slabs(leftpad_k=ints(3, 40)))
+    check(slabs(leftpad_k=ints(-3, -40)))  # there is nothing before the first row
     check(slabs(leftpad_k=ints(5, 30), seqlens_k=ints(20, 20), sq=2, causal=True))
 
 
@@ -499,7 +500,7 @@ def updating(
 def check_update(c: Update) -> None:
     """The caches against the rotated rows, and the results against attention with what the caches then hold."""
     starts = [c.seqlen_k] * c.k.shape[0] if c.seqlens_k is None else c.seqlens_k.tolist()
-    pads = [0] * len(starts) if c.leftpad_k is None else c.leftpad_k.tolist()
+    pads = [0] * len(starts) if c.leftpad_k is None else c.leftpad_k.clamp(min=0).tolist()
     k, q = c.k.double(), c.q.double()
     if c.cos is not None and c.sin is not None:
         still = not c.causal and c.window_left < 0 and c.window_right < 0
@@ -530,6 +531,7 @@ def case_update() -> None:
                 check_update(updating(seqlen_k=5, **more))
                 check_update(updating(seqlens_k=ints(0, 11), causal=True, **more))
                 check_update(updating(seqlens_k=ints(4, 11), leftpad_k=ints(2, 5), window_left=6, **more))
+                check_update(updating(seqlens_k=ints(4, 11), leftpad_k=ints(-2, 5), causal=True, **more))
                 check_update(updating(seqlen_k=17, sq=1, **more))
                 check_update(updating(seqlens_k=ints(4, 11), new=1, sq=5, causal=True, **more))
 

@@ -162,7 +162,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, o: Options) -> tuple[Tensor, Tens
             where = slice(first + skipped, max(first + skipped, last))
             return (x if cu is not None else x[b])[where].transpose(0, 1), where
 
-        skipped = 0 if o.leftpad_k is None else int(o.leftpad_k[b])
+        skipped = 0 if o.leftpad_k is None else max(0, int(o.leftpad_k[b]))
         q_b, where = rows(q, o.cu_seqlens_q, o.seqused_q, 0)
         k_b, v_b = (rows(x, o.cu_seqlens_k, o.seqused_k, skipped)[0].repeat_interleave(group, 0) for x in (k, v))
         if q_b.shape[1] == 0:
@@ -318,6 +318,7 @@ def case_used_lengths_and_left_padding() -> None:
     check(batched(seqused_k=ints(13, 5), causal=True))
     check(batched(seqused_q=ints(9, 3), seqused_k=ints(0, 8), window_left=3))
     check(batched(leftpad_k=ints(2, 13), causal=True))
+    check(batched(leftpad_k=ints(-2, 3), causal=True))
     check(batched(leftpad_k=ints(2, 0), seqused_k=ints(9, 1), causal=True))
     check(packed([5, 4], [8, 6], seqused_q=ints(2, 4), seqused_k=ints(7, 3), leftpad_k=ints(1, 0)))
 
