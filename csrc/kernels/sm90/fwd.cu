@@ -466,10 +466,12 @@ struct Consumer {
     arrive(shared.v_empty(v_ring.stage));
     v_ring.advance();
   }
+  // What is let pass is read by no product, which would have the warp's lanes wait for each other.
   __device__ __forceinline__ void pass_k(int count) {
 #pragma unroll 1
     for (; count > 0; --count) {
       wait_k();
+      __syncwarp();
       release_k();
     }
   }
@@ -477,6 +479,7 @@ struct Consumer {
 #pragma unroll 1
     for (; count > 0; --count) {
       wait_v();
+      __syncwarp();
       release_v();
     }
   }
@@ -520,9 +523,9 @@ struct Consumer {
     return part;
   }
 
+  // Every lane says that it has read what it needs of the description.
   __device__ __forceinline__ void close(const Part& part) const {
-    __syncwarp();
-    arrive(shared.work_empty(part.slot));
+    hopper::barrier_arrive(shared.work_empty(part.slot));
   }
 
   __device__ __forceinline__ float* lse(const Work& work) const {
@@ -535,6 +538,7 @@ struct Consumer {
     const Work work = read_work(shared, part.slot);
     if (work.last > work.first) {
       wait_q();
+      __syncwarp();
       release_q();
       q_ring.advance();
       pass(work.last - work.first);
@@ -718,7 +722,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     for (int i = 0; i < kWorks; ++i) {
       hopper::barrier_init(shared.work_full(i), 1);
-      hopper::barrier_init(shared.work_empty(i), 4 * kConsumers + 1);
+      hopper::barrier_init(shared.work_empty(i), 128 * kConsumers + 1);
     }
     hopper::fence_barrier_init();
   }
