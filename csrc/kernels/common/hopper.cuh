@@ -102,8 +102,12 @@ __device__ __forceinline__ void named_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// 9.7.13.4 fence: ordinary stores to shared memory before it are seen by the copy engine and by wgmma after it.
+// 9.7.13.4 fence: ordinary stores to shared memory before it are seen by the copy engine and by wgmma after it; and what the
+// copy engine writes after it is not seen by ordinary loads before it.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// The same of device memory: what this thread knows to be written, by a lock or by the end of a grid, its copies see.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // 9.7.15 wgmma. fence before the first product of a batch whenever registers it uses were written; commit closes a group.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -148,7 +148,8 @@ __device__ __forceinline__ void produce(const flash_attn::FwdFp8Params& params, 
   const flash_attn::FwdTmaParams& p = params.tma;
   hopper::Ring<kStages> k_ring, v_ring;
   int q_phase = 0;
-  ptx::wait_on_dependencies();  // flash_transpose_v
+  ptx::wait_on_dependencies();  // flash_transpose_v, whose ordinary stores are read by bulk copies
+  hopper::fence_proxy_async_global();
   for (int round = 0; round < rounds; ++round) {
     const Tile next(p, round);
     if (!next.exists(p)) break;
