@@ -8,10 +8,11 @@ where anything is reported, where a result is wrong, and where a process does no
 Before that each tool is given a kernel with the fault that it is for, and has to find it.
 
 What the tools see: memcheck, global and shared memory, wgmma's operands and bulk copies; each tensor has an allocation
-and padding of its own. racecheck, shared memory: ordinary accesses, cp.async, bulk copies and the fences before them,
-and mbarriers, which it has to be told the number of. It does not see what wgmma and TMA's tensor copies read. Before
-2026.3 (CUDA 13.3) it reports hazards that are none around mbarriers and warpgroup barriers on Hopper; the package
-nvidia-cuda-sanitizer-api on PyPI has a newer one than an older toolkit.
+and padding of its own. racecheck, shared memory: ordinary accesses, cp.async, bulk copies and the fences before them
+(also between a read and the copy that overwrites what was read), and mbarriers, which it has to be told the number of.
+It does not see what wgmma and TMA's tensor copies access. Before 2026.3 (CUDA 13.3) it reports hazards that are none
+around mbarriers and warpgroup barriers on Hopper; the package nvidia-cuda-sanitizer-api on PyPI has a newer one than an
+older toolkit.
 """
 
 import argparse
