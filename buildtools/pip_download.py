@@ -30,7 +30,9 @@ def download(
         file.write_text(requirement + "\n", "utf-8")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", *options]
         command += ["--no-cache-dir", "--dest", scratch, "--requirement", str(file)]
-        result = subprocess.run(command, env=dict(environ), stderr=subprocess.PIPE, text=True, check=False)
+        result = subprocess.run(
+            command, env=dict(environ), stderr=subprocess.PIPE, encoding="utf-8", errors="replace", check=False
+        )
         wheels = list(Path(scratch).glob("*.whl"))
         if result.returncode != 0 or len(wheels) != 1:
             return result.stderr.strip() or "it wrote no wheel"

@@ -125,7 +125,8 @@ class Hook:
         self.output.mkdir(parents=True, exist_ok=True)
         return subprocess.run(
             [*under, *self.command(hook)],
-            cwd=self.tree, env=self.environ | variables, capture_output=True, text=True, timeout=timeout, check=False,
+            cwd=self.tree, env=self.environ | variables, capture_output=True, encoding="utf-8", timeout=timeout,
+            check=False,
         )  # fmt: skip
 
     def compiled(self) -> bool:

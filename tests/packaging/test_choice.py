@@ -254,7 +254,9 @@ def test_another_machine_gets_an_answer(hook: Hook, system: str, machine: str, r
     hook.output.mkdir()
     started = time.monotonic()
     command = [sys.executable, "-c", OTHER_MACHINE, str(hook.output), system, machine]
-    result = subprocess.run(command, cwd=hook.tree, env=hook.environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command, cwd=hook.tree, env=hook.environ, capture_output=True, encoding="utf-8", check=False
+    )
     assert result.returncode == exit_code, result.stderr
     assert time.monotonic() - started < 5
     assert reason in result.stderr
@@ -319,7 +321,7 @@ def test_the_sdist_has_the_list_and_its_metadata_stay_static(hook: Hook, dist: P
 def test_the_manifest_command(dist: Path, tmp_path: Path, empty_wheel: Path) -> None:
     def command(*arguments: str) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, "-m", "buildtools", "manifest", *arguments, "--out", str(tmp_path / "wheels.json")]
-        return subprocess.run(line, cwd=ROOT, env=clean_environ(), capture_output=True, text=True, check=False)
+        return subprocess.run(line, cwd=ROOT, env=clean_environ(), capture_output=True, encoding="utf-8", check=False)
 
     assert command(str(dist), "--place", "https://wheels.example/").returncode == 0
     data = json.loads((tmp_path / "wheels.json").read_text())
@@ -335,7 +337,9 @@ def test_the_manifest_command(dist: Path, tmp_path: Path, empty_wheel: Path) -> 
 
 def wheels_command(*arguments: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "buildtools", "wheels", *map(str, arguments)]
-    return subprocess.run(line, cwd=ROOT, env=clean_environ(**variables), capture_output=True, text=True, check=False)
+    return subprocess.run(
+        line, cwd=ROOT, env=clean_environ(**variables), capture_output=True, encoding="utf-8", check=False
+    )
 
 
 FOR_2_6 = f"torch=2.6,abi=0,platform={PLATFORM},python=3.15"

@@ -349,7 +349,7 @@ except errors.DiskFullError as error:
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     environ = {**os.environ, "PYTHONPATH": str(Path(fetch.__file__).parent.parent)}
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, encoding="utf-8", check=True
     )
     assert f"output has no room for {wheel.name}" in result.stdout
     assert list((tmp_path / "output").iterdir()) == []

@@ -88,7 +88,7 @@ def test_every_wheel_is_in_the_table() -> None:
 
 def test_the_matrix_of_the_workflow() -> None:
     command = [sys.executable, "-m", "buildtools", "rows"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True).stdout
     rows = json.loads(answer)["include"]
     assert [row["row"] for row in rows] == [wheel.name for wheel in baked(MATRIX)]
     assert {row["runner"] for row in rows} == {"ubuntu-24.04", "ubuntu-24.04-arm"}

@@ -113,7 +113,7 @@ def test_pip_downloads_and_checks_the_hash(tmp_path: Path, accept: str) -> None:
         content[len(content) // 3] ^= 1
         served.write_bytes(content)
         command[command.index("--dest") + 1] = str(tmp_path / "flipped")
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
         assert result.returncode != 0
         assert "HASH" in result.stderr.upper()
         assert not list((tmp_path / "flipped").glob("*.whl"))

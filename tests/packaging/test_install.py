@@ -171,6 +171,6 @@ def test_install_in_a_container_without_network(built: Path) -> None:
     commands = ([ENGINE, "image", "inspect", name], [ENGINE, "pull", name])
     if all(subprocess.run(look, capture_output=True, check=False).returncode != 0 for look in commands):
         pytest.skip(f"needs the image {name}, which cannot be pulled; FLASH_ATTN_BASE_IMAGE names another")
-    result = subprocess.run([*command, name, "bash", "-c", script], capture_output=True, text=True, timeout=600)
+    result = subprocess.run([*command, name, "bash", "-c", script], capture_output=True, encoding="utf-8", timeout=600)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "Successfully installed flash-attn" in result.stdout

@@ -99,7 +99,7 @@ def cgroup() -> Iterator[Cgroup]:
 def ask(before: Sequence[str], root: Path = ROOT) -> tuple[float, int, int, str, int, str]:
     """What the chooser says after `before`: quota, memory, and jobs with reason without MAX_JOBS and with 96."""
     command = [*before, sys.executable, "-c", CHOOSER, str(root)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
     assert result.returncode == 0, result.stderr
     quota, memory, few, why_few, many, why_many = json.loads(result.stdout)
     return quota, memory, few, why_few, many, why_many
@@ -140,7 +140,7 @@ def test_a_build_stays_below_80_percent_of_a_cgroup(cgroup: Cgroup, tmp_path: Pa
     jobs = []
     for _ in range(2):
         command = [*cgroup.put_before(), sys.executable, "-m", "buildtools", "build"]
-        result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600)
+        result = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, encoding="utf-8", timeout=600)
         assert result.returncode == 0, result.stderr
         said = result.stderr.partition(" at once (")[0].rpartition(" ")[2]
         jobs.append(int(said))

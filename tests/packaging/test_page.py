@@ -262,7 +262,7 @@ def test_pip_never_chooses_between_the_labels_of_the_page(rows: tuple[list[Path]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-index", "--dest", str(tmp_path)]
     command += ["--only-binary=:all:", "--platform=manylinux_2_28_x86_64", "flash-attn", "--find-links"]
     with serving(rows[1]) as url:
-        result = subprocess.run([*command, url], env=environ, capture_output=True, text=True, timeout=60)
+        result = subprocess.run([*command, url], env=environ, capture_output=True, encoding="utf-8", timeout=60)
         assert "No matching distribution found" in result.stderr
         subprocess.run([*command, f"{url}torch2.6.cxx11abi0/flash-attn/"], env=environ, check=True, timeout=60)
     assert [path.name for path in tmp_path.iterdir()] == [

@@ -143,7 +143,9 @@ def make_environment(folder: Path, torch: str) -> Environment:
     environment = Environment(folder)
     environ = clean_environ(keep_index=True)
     command = ["-m", "pip", "install", "--quiet", "--no-cache-dir", f"torch{torch}", "numpy"]
-    result = subprocess.run([environment.python, *command], env=environ, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [environment.python, *command], env=environ, capture_output=True, encoding="utf-8", check=False
+    )
     assert result.returncode == 0, result.stderr
     return environment
 
@@ -452,7 +454,7 @@ def test_library_of_another_processor_is_loaded_under_emulation(name: str, tmp_p
         [gxx, str(program), "-o", "load_alone", "-L.", "-Wl,--no-as-needed", "-ltorch"], cwd=tmp_path, check=True
     )
     arguments = ["-L", f"/usr/{machine}-linux-gnu", "-E", f"LD_LIBRARY_PATH={tmp_path}", "load_alone", str(built.path)]
-    result = subprocess.run([emulator, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = subprocess.run([emulator, *arguments], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     version, operators, reason = result.stdout.splitlines()
     assert version == load_project(ROOT).base_version
