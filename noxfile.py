@@ -107,8 +107,11 @@ def tests(session: nox.Session) -> None:
     install_locked(session, TOOLS_LOCK)
     install_locked(session, BUILD_LOCK)
     session.install(*test_torch())
-    quick = "not slow and not prove"
-    session.run("python", "-m", "pytest", "tests/unit", "tests/packaging", "-m", quick, *session.posargs)
+    # One process leaves a core idle, and a machine for CI has two. A file's tests stay together, for what they share.
+    chosen = ["tests/packaging", "tests/unit", "-m", "not slow and not prove", "-n", "2", "--dist", "loadfile"]
+    # Torch's threads would be as many in each process, and spin while they wait for one another's core.
+    environment = {"OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "pytest", *chosen, "-rs", *session.posargs, env=environment)
 
 
 @nox.session

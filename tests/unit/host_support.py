@@ -6,16 +6,16 @@ calls of the real library.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from processes import once
 
 from buildtools import archive
 from buildtools.host import COMPILE_FLAGS, HostCompiler, host_edges
@@ -28,14 +28,6 @@ GXX = HostCompiler(("g++",), "g++")
 # Devices for FAKE_CUDA_DEVICES: capability, shared memory of a block, name.
 H200 = "9.0:232448:NVIDIA H200"
 RTX4090 = "8.9:101376:NVIDIA GeForce RTX 4090"
-
-
-@functools.cache
-def scratch() -> Path:
-    """A folder for what the tests build once; it goes when Python ends."""
-    folder = Path(tempfile.mkdtemp(prefix="flash_attn_host_tests_"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return folder
 
 
 def build_library(root: Path, folder: Path) -> Path:
@@ -59,8 +51,12 @@ def copy_tree(folder: Path) -> Path:
 @functools.cache
 def library() -> Path:
     """The host library, built once."""
-    tree = copy_tree(scratch() / "tree")
-    return build_library(tree, tree / "build")
+
+    def build(folder: Path) -> None:
+        tree = copy_tree(folder / "tree")
+        build_library(tree, tree / "build")
+
+    return once("host_library", build) / "tree" / "build" / "libflash_attn.so"
 
 
 def compile_cpp(sources: Sequence[Path], output: Path, *options: str) -> Path:
@@ -75,16 +71,15 @@ def compile_cpp(sources: Sequence[Path], output: Path, *options: str) -> Path:
 @functools.cache
 def fake_driver() -> Path:
     """The folder with the fake libcuda.so.1."""
-    folder = scratch() / "driver"
-    folder.mkdir()
-    compile_cpp([HELPERS / "fake_cuda.cpp"], folder / "libcuda.so.1", "-shared")
-    return folder
+    sources = [HELPERS / "fake_cuda.cpp"]
+    return once("driver", lambda folder: compile_cpp(sources, folder / "libcuda.so.1", "-shared"))
 
 
 @functools.cache
 def fake_torch_gpu() -> Path:
     """The library to preload so that CPU tensors pass for CUDA tensors."""
-    return compile_cpp([HELPERS / "fake_torch_gpu.cpp"], scratch() / "libfake_torch_gpu.so", "-shared", "-ldl")
+    sources, name = [HELPERS / "fake_torch_gpu.cpp"], "libfake_torch_gpu.so"
+    return once("torch_gpu", lambda folder: compile_cpp(sources, folder / name, "-shared", "-ldl")) / name
 
 
 @functools.cache
@@ -100,8 +95,9 @@ def sanitizer_flags() -> tuple[str, ...]:
 def command_line() -> Path:
     """``host_cli``, the torch-free part of the library driven from standard input."""
     sources = [path for path in sorted((ROOT / "csrc" / "host").glob("*.cpp")) if not path.name.startswith("torch_")]
-    output = scratch() / "host_cli"
-    return compile_cpp([HELPERS / "host_cli.cpp", *sources], output, "-ldl", "-pthread", *sanitizer_flags())
+    sources.insert(0, HELPERS / "host_cli.cpp")
+    options = ("-ldl", "-pthread", *sanitizer_flags())
+    return once("command_line", lambda folder: compile_cpp(sources, folder / "host_cli", *options)) / "host_cli"
 
 
 def image(record: archive.Record) -> bytes:

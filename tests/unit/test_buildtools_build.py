@@ -106,6 +106,7 @@ def test_nothing_edited_compiles_nothing(tree):
     assert compiled_again(tree, before) == set()
 
 
+@pytest.mark.alone
 def test_nothing_edited_takes_less_than_half_a_second(tree):
     """Python's start included, with the real project's number of kernels in mind: the best of five."""
     times = []

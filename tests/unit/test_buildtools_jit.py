@@ -207,6 +207,7 @@ def test_the_bytes_are_those_of_the_build(tree: Path, environ: dict[str, str]) -
     assert content.compiler == f"nvrtc {library.full_version()}"
 
 
+@pytest.mark.alone
 def test_a_real_kernel_in_less_than_two_seconds(environ: dict[str, str]) -> None:
     """Of CPU time: other work on the machine does not count."""
     real = jit.Jit(ROOT / "flash_attn", environ, sys.path)

@@ -12,8 +12,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import processes
 import pytest
-from host_support import H200, HELPERS, ROOT, VERSION, fake_driver, fake_torch_gpu, kernel, library, pack, scratch
+from host_support import H200, HELPERS, ROOT, VERSION, fake_driver, fake_torch_gpu, kernel, library, pack
 
 from buildtools import archive
 from buildtools.metadata import load_project
@@ -26,7 +27,7 @@ B300 = "10.3:232448:NVIDIA B300"
 
 def beside_library(data: bytes) -> Path:
     """A folder with the host library and this kernel set, as in a wheel."""
-    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    folder = Path(tempfile.mkdtemp(dir=processes.folder()))
     shutil.copy(library(), folder / "libflash_attn.so")
     (folder / "flash_attn.kernels").write_bytes(data)
     return folder
@@ -130,7 +131,7 @@ def test_doctor_on_machines_with_gpus(installed: Path, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def installed() -> Path:
     """The folder that holds the package as a wheel has it, but for what is compiled."""
-    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    folder = Path(tempfile.mkdtemp(dir=processes.folder()))
     for name, data in {**package_files(ROOT), **runtime_files(load_project(ROOT))}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

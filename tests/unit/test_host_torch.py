@@ -11,8 +11,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+import processes
 import pytest
-from host_support import H200, HELPERS, VERSION, every_kernel, fake_driver, fake_torch_gpu, library, scratch
+from host_support import H200, HELPERS, VERSION, every_kernel, fake_driver, fake_torch_gpu, library
 
 CASES = [
     case
@@ -30,7 +31,7 @@ CASES = [
 
 def installed() -> Path:
     """A folder with the library and a kernel set, as in a wheel."""
-    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    folder = Path(tempfile.mkdtemp(dir=processes.folder()))
     shutil.copy(library(), folder / "libflash_attn.so")
     (folder / "flash_attn.kernels").write_bytes(every_kernel())
     return folder / "libflash_attn.so"
