@@ -24,6 +24,12 @@ def environment(tmp_path: Path) -> Environment:
 
 
 @pytest.fixture(scope="session")
+def used_environment(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The same for all tests that install nothing: to make it and to start its pip for the first time takes seconds."""
+    return Environment.make(tmp_path_factory.mktemp("used") / "environment")
+
+
+@pytest.fixture(scope="session")
 def empty_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The project's wheel as SKIP_CUDA_BUILD makes it: all of its metadata, nothing compiled."""
     return build_hook("build_wheel", ROOT, tmp_path_factory.mktemp("wheel"), SKIP_CUDA_BUILD="1")

@@ -43,10 +43,10 @@ BACKEND_MODULES += "matrix metadata ninja_graph nvrtc prebuilt sbom sources vari
     [("linux", "x86_64"), ("darwin", "arm64"), ("win32", "AMD64"), ("linux", "aarch64"), ("linux", "riscv64")],
 )
 def test_metadata_needs_nothing_on_any_system(
-    environment: Environment, tmp_path: Path, system: str, machine: str
+    used_environment: Environment, tmp_path: Path, system: str, machine: str
 ) -> None:
     """Case 1: no torch, no compiler, no GPU, and not even Linux."""
-    result = environment.run("-I", "-c", METADATA_HOOK, system, machine, tmp_path, cwd=ROOT)
+    result = used_environment.run("-I", "-c", METADATA_HOOK, system, machine, tmp_path, cwd=ROOT)
     assert result.returncode == 0, result.stdout
     requires, folder, foreign = json.loads(result.stdout)
     assert foreign == []
@@ -56,10 +56,12 @@ def test_metadata_needs_nothing_on_any_system(
     assert "Requires-Dist: torch>=2.10\n" in text
 
 
-def test_the_backend_imports_the_standard_library_alone(environment: Environment) -> None:
+def test_the_backend_imports_the_standard_library_alone(used_environment: Environment) -> None:
     """Case 2. An environment without a single package, not even pip's."""
     code = f"import importlib, sys; sys.path.insert(0, '')\nfor name in {BACKEND_MODULES.split()}:\n"
-    result = environment.run("-I", "-S", "-c", code + "    importlib.import_module('buildtools.' + name)", cwd=ROOT)
+    result = used_environment.run(
+        "-I", "-S", "-c", code + "    importlib.import_module('buildtools.' + name)", cwd=ROOT
+    )
     assert result.returncode == 0, result.stdout
 
 
@@ -85,7 +87,7 @@ def test_nothing_is_dynamic(sdist: Path, empty_wheel: Path) -> None:
     assert WheelFile.read(empty_wheel).metadata.items() == information.items()
 
 
-def test_uv_locks_the_sdist_without_building_it(environment: Environment, sdist: Path, tmp_path: Path) -> None:
+def test_uv_locks_the_sdist_without_building_it(sdist: Path, tmp_path: Path) -> None:
     """Cases 1 and 11: `uv lock` and `uv sync` from an empty environment, with one index and no torch to import."""
     torch = make_torch(tmp_path / "dist", "2.13.0")
     write_index([sdist, torch], tmp_path / "index")
@@ -103,7 +105,7 @@ def test_uv_locks_the_sdist_without_building_it(environment: Environment, sdist:
                 cwd=project,
                 env=clean_environ(SKIP_CUDA_BUILD="1"),
                 capture_output=True,
-                text=True,
+                encoding="utf-8",
                 timeout=120,
             )
             assert result.returncode == 0, result.stderr
@@ -161,12 +163,12 @@ def test_an_old_torch_is_not_accepted_in_silence(environment: Environment, empty
 
 
 @pytest.mark.parametrize("value", ["TRUE", "yes", "maybe"])
-def test_booleans_by_pip(environment: Environment, tmp_path: Path, value: str) -> None:
+def test_booleans_by_pip(used_environment: Environment, tmp_path: Path, value: str) -> None:
     """Case 15, for both names; SKIP_CUDA_BUILD because what it does can be seen in seconds."""
     for name in ("FORCE_BUILD", "FLASH_ATTENTION_FORCE_BUILD"):
         environ = clean_environ(SKIP_CUDA_BUILD="1") | {name: value}
         command = ("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT)
-        log = environment.pip(*command, environ=environ, fails=value == "maybe")
+        log = used_environment.pip(*command, environ=environ, fails=value == "maybe")
         if value == "maybe":
             assert f"{name}=maybe is neither true nor false" in log
         else:
@@ -186,7 +188,7 @@ def test_booleans_by_pip(environment: Environment, tmp_path: Path, value: str) -
     ],
 )
 def test_which_machines_the_wheel_is_for(
-    environment: Environment, tmp_path: Path, target: tuple[str, str], found: bool
+    used_environment: Environment, tmp_path: Path, target: tuple[str, str], found: bool
 ) -> None:
     """Case 16: an answer from the index, and no compiler is started for it."""
     project = load_project(ROOT)
@@ -195,5 +197,5 @@ def test_which_machines_the_wheel_is_for(
     write_index([tmp_path / "dist" / wheel], tmp_path / "index")
     with serving(tmp_path / "index/stable") as url:
         command = ("download", "flash-attn", "--index-url", url, "--no-deps", "--only-binary=:all:", *target)
-        log = environment.pip(*command, "--dest", tmp_path / "got", fails=not found)
+        log = used_environment.pip(*command, "--dest", tmp_path / "got", fails=not found)
     assert found or "No matching distribution found for flash-attn" in log

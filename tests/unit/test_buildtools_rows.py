@@ -55,9 +55,17 @@ def torch_folder(folder: Path, version: str) -> Path:
 # --- host libraries ----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """A build folder, so that each row's host library is compiled once for all tests."""
+    return tmp_path_factory.mktemp("hosts")
+
+
 @pytest.mark.parametrize("name", ["torch2.7-abi1", "torch2.8-abi1", "torch2.9-abi1"])
-def test_library_of_a_torch_with_c_functions_needs_no_headers(tmp_path, name):
-    result = rows.build_host(name, folder=tmp_path, environ=clean_environ())
+def test_library_of_a_torch_with_c_functions_needs_no_headers(hosts, name):
+    for built in hosts.glob(f"rows/{name}*"):
+        shutil.rmtree(built)
+    result = rows.build_host(name, folder=hosts, environ=clean_environ())
     assert result.compiled > 0
     assert 0 < result.cpu_s <= MATRIX.budgets.host_library_cpu_s
     assert result.path.stat().st_size <= MATRIX.budgets.host_library_kib * 1024
@@ -67,7 +75,7 @@ def test_library_of_a_torch_with_c_functions_needs_no_headers(tmp_path, name):
     assert "aoti_torch_library_impl" in needed
     assert not needed & {"torch_library_impl", "torch_get_const_data_ptr", "torch_get_mutable_data_ptr"}
     assert not [symbol for symbol in needed if re.search("c10|at::|_ZN5torch", symbol)]
-    assert rows.build_host(name, folder=tmp_path, environ=clean_environ()).compiled == 0
+    assert rows.build_host(name, folder=hosts, environ=clean_environ()).compiled == 0
 
 
 def test_abi_is_the_one_that_is_forced():
@@ -100,30 +108,31 @@ def test_unknown_row_names_the_nearest():
 # --- wheels ------------------------------------------------------------------------------------------------------
 
 
-def test_wheel_is_a_kernel_set_and_a_host_library(tmp_path):
+def test_wheel_is_a_kernel_set_and_a_host_library(hosts, tmp_path):
     kernels = kernel_set(tmp_path)
     environ = clean_environ()
-    path = rows.build_row_wheel("torch2.9-abi1", tmp_path / "out", kernel_set=kernels, folder=tmp_path, environ=environ)
+    path = rows.build_row_wheel("torch2.9-abi1", tmp_path / "out", kernel_set=kernels, folder=hosts, environ=environ)
     assert path.name == "flash_attn-2.9.0+torch2.9.cxx11abi1-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(path) as wheel:
         info = json.loads(wheel.read("flash_attn/build_info.json"))
         metadata = Parser().parsestr(wheel.read("flash_attn-2.9.0+torch2.9.cxx11abi1.dist-info/METADATA").decode())
         assert wheel.read("flash_attn/flash_attn.kernels") == kernels.read_bytes()
-        assert wheel.read("flash_attn/libflash_attn.so") == next(tmp_path.glob("rows/*/libflash_attn.so")).read_bytes()
+        (library,) = hosts.glob("rows/torch2.9-*/libflash_attn.so")
+        assert wheel.read("flash_attn/libflash_attn.so") == library.read_bytes()
         assert "flash_attn/_buildtools/archive.py" in wheel.namelist()
     assert metadata.get_all("Requires-Dist") == ["torch==2.9.*"]
     assert metadata["Version"] == "2.9.0+torch2.9.cxx11abi1"
     host = info["host"]
     assert (host["kind"], host["torch"], host["cxx11_abi"]) == ("torch", "==2.9.*", True)
     assert info["kernel_set"]["sha256"] == archive.read(kernels).sha256
-    again = rows.build_row_wheel("torch2.9-abi1", tmp_path / "b", kernel_set=kernels, folder=tmp_path, environ=environ)
+    again = rows.build_row_wheel("torch2.9-abi1", tmp_path / "b", kernel_set=kernels, folder=hosts, environ=environ)
     assert again.read_bytes() == path.read_bytes()
 
 
-def test_wheel_of_the_stable_row_has_no_label(tmp_path):
+def test_wheel_of_the_stable_row_has_no_label(hosts, tmp_path):
     environ = clean_environ()
     kernels = kernel_set(tmp_path)
-    path = rows.build_row_wheel("default", tmp_path / "out", kernel_set=kernels, folder=tmp_path, environ=environ)
+    path = rows.build_row_wheel("default", tmp_path / "out", kernel_set=kernels, folder=hosts, environ=environ)
     assert path.name == "flash_attn-2.9.0-py3-none-manylinux_2_28_x86_64.whl"
     labelled = rows.row_project(
         ROOT, MATRIX, MATRIX.wheels["torch2.4-abi0"], read_variables(clean_environ(FLASH_ATTN_LOCAL_VERSION="mine"))
@@ -131,18 +140,18 @@ def test_wheel_of_the_stable_row_has_no_label(tmp_path):
     assert labelled.version == "2.9.0+torch2.4.cxx11abi0.mine"
 
 
-def test_a_wheel_of_another_kernel_set_has_its_name_as_label(tmp_path):
+def test_a_wheel_of_another_kernel_set_has_its_name_as_label(hosts, tmp_path):
     """By that it is on a page of the index of its own; it holds the same host library as the default wheel."""
     environ = clean_environ()
     with pytest.raises(WheelError, match=r"kernel_sets/cu13[\s\S]*buildtools build --kernel-set cu13"):
-        rows.build_row_wheel("cu13", tmp_path, folder=tmp_path, environ=environ)
+        rows.build_row_wheel("cu13", tmp_path, folder=hosts, environ=environ)
     cu13 = MATRIX.kernel_set("cu13")
-    folder = kernel_set_folder(tmp_path, MATRIX, cu13)
+    folder = kernel_set_folder(hosts, MATRIX, cu13)
     folder.mkdir(parents=True)
     kernel_set(folder, f"nvrtc {cu13.version}", kernel_set=cu13)
-    kernel_set(tmp_path)
-    path = rows.build_row_wheel("cu13", tmp_path / "out", folder=tmp_path, environ=environ)
-    default = rows.build_row_wheel("default", tmp_path / "out", folder=tmp_path, environ=environ)
+    kernel_set(hosts)
+    path = rows.build_row_wheel("cu13", tmp_path / "out", folder=hosts, environ=environ)
+    default = rows.build_row_wheel("default", tmp_path / "out", folder=hosts, environ=environ)
     assert path.name == "flash_attn-2.9.0+cu13-py3-none-manylinux_2_28_x86_64.whl"
     with zipfile.ZipFile(path) as wheel, zipfile.ZipFile(default) as other:
         name = "flash_attn/libflash_attn.so"
