@@ -153,13 +153,18 @@ struct BwdTmaParams {
   alignas(64) unsigned char v_map[128];
 };
 
+// n / d is n * multiplier >> shift, for any n from 0 up to below 2^31.
+struct Divisor {
+  unsigned multiplier;
+  int shift;
+};
+
 // Keys and values in pages of page_size rows; a null table: in slabs, one a sequence.
 struct Pages {
   const int* block_table;  // (B, pages of a sequence): the page that holds rows i * page_size and up
   long long table_batch_stride;
   int page_size;
-  unsigned multiplier;  // row / page_size is row * multiplier >> shift, for any row below 2^30
-  int shift;
+  Divisor by_page_size;
   int page_count;  // pages there are; a table entry outside [0, page_count) is never followed
 };
 
@@ -191,12 +196,14 @@ struct DecodeParams {
   int seqlen_k;  // capacity, or a length that all sequences have
   int head_dim;
   int head_dim_v;
-  int row_warps;  // warps, of block_m rows each, that share their keys: a power of two, at most the warps of a block
-  int row_tiles;  // ceil(group * seqlen_q / (row_warps * block_m))
+  int row_warps;  // warps, of 16 rows each, that share their keys: a power of two, from block_m / 16 to a block's warps
+  int row_tiles;  // ceil(group * seqlen_q / (16 * row_warps))
   int splits;
+  Divisor by_group, by_heads_kv, by_row_tiles, by_splits;
   float scale;
   float scale_log2;
 };
+constexpr int kCombineThreads = 128;  // of flash_combine, whatever the record has: so few fit beside flash_decode's
 
 // flash_rotary: copies rows, rotated by their position or not, to their place: into a KV cache, or anywhere.
 struct RotaryTask {

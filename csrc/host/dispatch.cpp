@@ -10,6 +10,7 @@ namespace flash_attn {
 namespace {
 
 constexpr int64_t kMaxGrid = 2147483647;
+constexpr int kWarpRows = 16;  // of flash_decode
 
 // Blocks that cover `length`, and a 1-D grid of them for every head and batch.
 int64_t blocks_of(int64_t length, int64_t block) { return (length + block - 1) / block; }
@@ -25,10 +26,10 @@ unsigned grid_of(const Kernel& kernel, int64_t blocks, int64_t heads, int64_t ba
   return static_cast<unsigned>(grid);
 }
 
-void check_launch(const Kernel& kernel, CUresult error, unsigned grid, unsigned shared_bytes) {
+void check_launch(const Kernel& kernel, int entry, CUresult error, unsigned grid, unsigned shared_bytes) {
   if (__builtin_expect(error != CUDA_SUCCESS, 0)) {
     fail("launching kernel %s (arch %s) with %u blocks of %u threads and %u bytes of shared memory failed: %s.",
-         kernel.record->key, kernel.record->arch, grid, kernel.record->threads, shared_bytes,
+         kernel.record->key, kernel.record->arch, grid, kernel.threads[entry], shared_bytes,
          ErrorText(driver(), error).c_str());
   }
 }
@@ -38,9 +39,9 @@ void launch(const Driver& cuda, const Kernel& kernel, int entry, unsigned grid, 
             CUstream stream, unsigned grid_y = 1) {
   if (grid == 0) return;
   void* arguments[] = {const_cast<void*>(static_cast<const void*>(params))};
-  const CUresult error = cuda.cuLaunchKernel(kernel.entry[entry], grid, grid_y, 1, kernel.record->threads, 1, 1, shared_bytes,
+  const CUresult error = cuda.cuLaunchKernel(kernel.entry[entry], grid, grid_y, 1, kernel.threads[entry], 1, 1, shared_bytes,
                                              stream, arguments, nullptr);
-  check_launch(kernel, error, grid, shared_bytes);
+  check_launch(kernel, entry, error, grid, shared_bytes);
 }
 
 // A launch that may begin while the one before it on the stream ends, where the kernel's code waits for what it needs of it.
@@ -52,9 +53,9 @@ void launch_early(const Driver& cuda, const Kernel& kernel, int entry, unsigned 
   CUlaunchAttribute overlap = {};
   overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
   overlap.value.programmaticStreamSerializationAllowed = 1;
-  CUlaunchConfig config = {grid, 1, 1, kernel.record->threads, 1, 1, shared_bytes, stream, &overlap, 1};
+  CUlaunchConfig config = {grid, 1, 1, kernel.threads[entry], 1, 1, shared_bytes, stream, &overlap, 1};
   void* arguments[] = {params};
-  check_launch(kernel, cuda.cuLaunchKernelEx(&config, kernel.entry[entry], arguments, nullptr), grid, shared_bytes);
+  check_launch(kernel, entry, cuda.cuLaunchKernelEx(&config, kernel.entry[entry], arguments, nullptr), grid, shared_bytes);
 }
 
 template <typename Params>
@@ -327,12 +328,21 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
   return true;
 }
 
+Divisor divisor(unsigned d) {
+  Divisor result = {0, 31};
+  if (d == 0) return result;
+  while (uint64_t{1} << (result.shift - 31) < d) ++result.shift;
+  result.multiplier = static_cast<unsigned>(((uint64_t{1} << result.shift) + d - 1) / d);
+  return result;
+}
+
 int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
-  const int64_t warps = kernel.record->threads / 32;
+  const int warps = static_cast<int>(kernel.record->threads / 32);
+  const int unit_warps = static_cast<int>(kernel.record->block_m / kWarpRows);
   params.group = params.heads_kv > 0 ? params.heads / params.heads_kv : 1;
   const int64_t rows = static_cast<int64_t>(params.group) * params.seqlen_q;
-  const int64_t warp_tiles = blocks_of(rows, kernel.record->block_m);
-  params.row_warps = 1;
+  const int64_t warp_tiles = blocks_of(rows, kWarpRows);
+  params.row_warps = unit_warps;
   while (params.row_warps < warp_tiles && 2 * params.row_warps <= warps) params.row_warps *= 2;
   params.row_tiles = static_cast<int>(blocks_of(warp_tiles, params.row_warps));
   constexpr int64_t kMostSplits = 128;
@@ -342,13 +352,14 @@ int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
   const int64_t multiprocessors = kernel.multiprocessors;
   const int64_t tiles = static_cast<int64_t>(params.batch) * params.heads_kv * params.row_tiles;
   if (tiles == 0) return 1;
-  // The fewest splits with the shortest time, in steps: a warp takes block_n keys in one, a wave of blocks costs the time
-  // of kWave besides its own, and joining the splits that of kCombine. Blocks of few rows wait for memory, which half of
-  // the multiprocessors keep busy: more waves than one only slow them. (Measured on an H200.)
+  // The fewest splits with the shortest time, in steps: a unit takes block_n keys in one, a wave of blocks costs the time
+  // of kWave besides its own, and joining the splits that of kCombine. Blocks of few rows, or of one unit's, wait for
+  // memory, which half of the multiprocessors keep busy: more waves than one only slow them. (Measured on an H200.)
   constexpr int64_t kWave = 8, kCombine = 4;
-  const int64_t steps = blocks_of(params.seqlen_k, warps * kernel.record->block_n);
+  const int64_t steps = blocks_of(params.seqlen_k, warps / unit_warps * kernel.record->block_n);
   int64_t most = parts < kMostSplits ? parts : kMostSplits;
-  if (params.row_warps <= 2 && multiprocessors / tiles < most) most = multiprocessors / tiles;
+  const bool waits = params.row_warps <= 2 || params.row_warps == unit_warps;
+  if (waits && multiprocessors / tiles < most) most = multiprocessors / tiles;
   int64_t best = 1, least = INT64_MAX;
   for (int64_t splits = 1; splits <= most; ++splits) {
     const int64_t cost = blocks_of(tiles * splits, multiprocessors) * (blocks_of(steps, splits) + kWave) +
@@ -364,6 +375,10 @@ void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream, 
   const Driver& cuda = driver();
   constexpr double kLog2E = 1.4426950408889634;
   params.scale_log2 = static_cast<float>(params.scale * kLog2E);
+  params.by_group = divisor(static_cast<unsigned>(params.group));
+  params.by_heads_kv = divisor(static_cast<unsigned>(params.heads_kv));
+  params.by_row_tiles = divisor(static_cast<unsigned>(params.row_tiles));
+  params.by_splits = divisor(static_cast<unsigned>(params.splits));
   const int64_t blocks = static_cast<int64_t>(params.row_tiles) * params.splits;
   const unsigned grid = grid_of(kernel, blocks, params.heads_kv, params.batch);
   const CurrentContext current(cuda, kernel.context);

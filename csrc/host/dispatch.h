@@ -47,6 +47,7 @@ struct Kernel {
   Dtype dtype;
   CUcontext context;
   CUfunction entry[3];  // the op's entry points, in launch order
+  unsigned threads[3];  // of a block of each
   int multiprocessors;
   bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams or BwdTmaParams
   bool waits;        // its code waits for the launch before it where it has to, so that it may begin during that one
@@ -113,6 +114,9 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_
 // asks for.
 bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& workspace, float* buffer, int64_t key_rows,
                 CUstream stream);
+
+// For divisions by a number below 2^31. By 0, which a launch without blocks may have, all results are 0.
+Divisor divisor(unsigned d);
 
 // Into how many parts each cache is cut: `asked`, or, where that is 0, the fewest that fill the GPU well. Sets
 // params.row_warps and params.row_tiles.

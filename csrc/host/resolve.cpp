@@ -294,9 +294,10 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
     CUresult read = cuda.cuFuncGetAttribute(&threads, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, *entry);
     if (read == CUDA_SUCCESS) read = cuda.cuFuncGetAttribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, *entry);
     if (read != CUDA_SUCCESS) check(cuda, read, Action("reading the attributes of", *record, gpu).text);
-    if (static_cast<uint32_t>(threads) < record->threads) {
-      fail("kernel %s (arch %s): %s can run with %d threads per block, the kernel set asks for %u. Reinstall flash-attn.",
-           record->key, record->arch, points.names[i], threads, record->threads);
+    kernel.threads[i] = query.op == Op::decode && i != points.main ? kCombineThreads : record->threads;
+    if (static_cast<unsigned>(threads) < kernel.threads[i]) {
+      fail("kernel %s (arch %s): %s can run with %d threads per block, and is to have %u. Reinstall flash-attn.",
+           record->key, record->arch, points.names[i], threads, kernel.threads[i]);
     }
     if (i != points.main) continue;
     if (!fits(*record, static_bytes, gpu)) fail_shared_memory(*record, static_bytes, gpu);

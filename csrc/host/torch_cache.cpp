@@ -74,9 +74,7 @@ Pages read_pages(const Tensor& tensor, const Rows& cache, int64_t batch, int64_t
   pages.block_table = static_cast<const int*>(table.data);
   pages.table_batch_stride = table.strides[0];
   pages.page_size = static_cast<int>(cache.sizes[1]);
-  pages.shift = 30;
-  while (int64_t{1} << (pages.shift - 30) < cache.sizes[1]) ++pages.shift;
-  pages.multiplier = static_cast<unsigned>(((int64_t{1} << pages.shift) + cache.sizes[1] - 1) / cache.sizes[1]);
+  pages.by_page_size = divisor(static_cast<unsigned>(pages.page_size));
   pages.page_count = static_cast<int>(cache.sizes[0]);
   *capacity = table.sizes[1] * cache.sizes[1];
   return pages;

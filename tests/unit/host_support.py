@@ -112,7 +112,7 @@ def kernel(key: str, arch: str, **changes: Any) -> tuple[archive.Record, bytes]:
         "key": key,
         "arch": arch,
         "head_dim": head_dim,
-        "block_m": 64,
+        "block_m": 16 if key.startswith("decode-sm80") else 64,
         "block_n": 32,
         "threads": 128,
         "smem_bytes": 65536,

@@ -636,9 +636,11 @@ def test_messages_are_sentences(machine: Machine) -> None:
     ],
 )
 def test_splits(machine: Machine, call: str, splits: int, grids: list[str]) -> None:
-    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90")]))
+    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90", threads=256)]))
     assert machine.run(f"decode 0 bf16 general 128 {call}") == [f"ok splits={splits} row_warps=1"]
-    assert [launch["grid"] for launch in machine.log("launch")] == grids
+    launches = machine.log("launch")
+    assert [launch["grid"] for launch in launches] == grids
+    assert [launch["block"] for launch in launches] == ["256", "128"][: len(grids)]
 
 
 @pytest.mark.parametrize(
@@ -646,7 +648,7 @@ def test_splits(machine: Machine, call: str, splits: int, grids: list[str]) -> N
 )
 def test_warps_share_the_keys_of_more_rows(machine: Machine, tokens: int, row_warps: int, blocks: int) -> None:
     """Four heads share a KV head: 16 rows a warp, eight warps a block."""
-    record = kernel("decode-sm80-bf16-d128-general", "90", block_m=16, threads=256)
+    record = kernel("decode-sm80-bf16-d128-general", "90", threads=256)
     machine.write_kernels(archive.pack("x", [record]))
     assert machine.run(f"decode 0 bf16 general 128 1 {tokens} 64 32 8") == [f"ok splits=1 row_warps={row_warps}"]
     assert [launch["grid"] for launch in machine.log("launch")] == [f"{blocks},1"]
@@ -671,7 +673,7 @@ def test_launches_that_begin_early(machine: Machine, device: str, arch: str, ver
 def test_splits_fill_the_gpu(machine: Machine) -> None:
     """Few rows wait for memory: one wave of blocks, on at least half of the 132 multiprocessors. Many rows compute: few
     multiprocessors have nothing to do."""
-    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90", block_m=16, threads=256)]))
+    machine.write_kernels(archive.pack("x", [kernel("decode-sm80-bf16-d128-general", "90", threads=256)]))
     for batch in range(1, 20):
         for tokens in (1, 16):
             [answer] = machine.run(f"decode 0 bf16 general 128 {batch} {tokens} 32768 32 8")

@@ -53,6 +53,12 @@ inline void check_maps(const BwdTmaParams& p, Kind kind, Tile tile) {
 
 // ---- Decoding ----
 
+// Whether a number is divided as it should be.
+inline bool divides(const flash_attn::Divisor& by, long long number, int divisor) {
+  const auto quotient = static_cast<unsigned long long>(number) * by.multiplier >> by.shift;
+  return static_cast<long long>(quotient) == number / divisor;
+}
+
 // The rows of one head of a sequence's cache. Those that no memory belongs to are zeros.
 class CacheRows {
  public:
@@ -63,8 +69,7 @@ class CacheRows {
     long long row = first_ + j, slab = batch_;
     require(row < p_.seqlen_k, "a row past the capacity");
     if (p_.pages.block_table != nullptr) {
-      const unsigned long long index = static_cast<unsigned long long>(row) * p_.pages.multiplier >> p_.pages.shift;
-      require(static_cast<long long>(index) == row / p_.pages.page_size, "the division by a multiplication");
+      require(divides(p_.pages.by_page_size, row, p_.pages.page_size), "the division of a row");
       slab = p_.pages.block_table[batch_ * p_.pages.table_batch_stride + row / p_.pages.page_size];
       if (slab < 0 || slab >= p_.pages.page_count) return 0;
       row %= p_.pages.page_size;
@@ -87,7 +92,11 @@ class CacheRows {
 inline void decode(const DecodeParams& p, Kind kind, Tile tile, int warps, int index) {
   const int split = index % p.splits, row_tile = index / p.splits % p.row_tiles;
   const int head_kv = index / p.splits / p.row_tiles % p.heads_kv, batch = index / p.splits / p.row_tiles / p.heads_kv;
-  const int block_rows = p.row_warps * tile.block_m;
+  const int block_rows = p.row_warps * 16;
+  require(block_rows % tile.block_m == 0, "a team is of whole units");
+  require(divides(p.by_splits, index, p.splits) && divides(p.by_row_tiles, index, p.row_tiles) &&
+              divides(p.by_heads_kv, index, p.heads_kv) && divides(p.by_group, p.group * p.seqlen_q - 1, p.group),
+          "divisors");
   require(batch < p.batch && p.row_tiles == (p.group * p.seqlen_q + block_rows - 1) / block_rows, "grid of decode");
   require(p.row_warps >= 1 && warps % p.row_warps == 0 && (p.row_warps & (p.row_warps - 1)) == 0, "a team of warps");
   require(p.splits == 1 || p.partial_lse == p.partial_out + p.splits * p.lse_count * p.head_dim_v, "partial results");

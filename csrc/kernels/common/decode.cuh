@@ -1,0 +1,515 @@
+// Attention of few query tokens with a long KV cache, in slabs or pages (flash decoding, split-KV): what the families share.
+//
+// The time is that of reading K and V once. The query heads that share a KV head, and the tokens, are packed into rows. A
+// unit, a warp or a warpgroup, has as many rows as its matrix product takes; it walks keys of its own with its own cp.async
+// pipeline and never waits for another unit. Of more rows, some units form a team: each has rows of its own, and all of
+// them use the keys that any of them copied, so that the cache is still read once. A cache is cut into p.splits parts by its
+// length on the device, so that the host needs no synchronisation to balance the work; flash_combine joins the parts.
+#pragma once
+
+#include "common/problem.cuh"
+#include "common/ptx.cuh"
+#include "common/tile.cuh"
+#include "params.h"
+
+namespace decode {
+
+constexpr int kHeadDim = FA_HEAD_DIM;
+constexpr int kBlockM = FA_BLOCK_M;  // rows of a unit
+constexpr int kBlockN = FA_BLOCK_N;  // keys a unit takes in one step
+constexpr int kWarps = FA_WARPS;
+constexpr int kStages = FA_STAGES;
+constexpr bool kBf16 = FA_BF16;
+
+constexpr int kThreads = kWarps * 32;
+constexpr int kWarpRows = 16;
+constexpr int kUnitWarps = kBlockM / kWarpRows;
+constexpr int kUnits = kWarps / kUnitWarps;
+constexpr int kDimTiles = kHeadDim / 8;
+constexpr float kSlack = 8.0f;
+constexpr float kLog2e = 1.4426950408889634074f;
+constexpr float kLn2 = 0.69314718055994530942f;
+static_assert(kBlockM % kWarpRows == 0 && kWarps % kUnitWarps == 0 && kBlockN % 16 == 0);
+
+using QueryTile = tile::Copy<kBlockM, kHeadDim, 128>;  // for its layout
+using KeyTile = tile::Copy<kBlockN, kHeadDim, kBlockN * 8>;
+constexpr int kRowsPerPass = 4;  // a warp copies 4 rows of 128 bytes at a time
+constexpr int kWarpKeys = kBlockN / kUnitWarps;
+constexpr int kStageBytes = 2 * KeyTile::kBytes;
+constexpr int kUnitBytes = QueryTile::kBytes + kStages * kStageBytes;
+static_assert(kUnits * kUnitBytes == FA_SMEM_BYTES, "kernels.toml: smem of decode");
+// The partial results of the warps take the place of Q, K and V.
+constexpr int kPitch = kHeadDim + 8;  // floats: rows of a half-warp's stores lie in different banks
+constexpr int kPartialBytes = kWarpRows * kPitch * 4 + kWarpRows * 8;
+constexpr int kWarpBytes = kUnitBytes / kUnitWarps;
+static_assert(kPartialBytes <= kWarpBytes && kWarpBytes % 16 == 0);
+
+extern __shared__ __align__(1024) char shared_memory[];
+
+// Where a key of a sequence lies: row `row` of slab or page `slab`; slab -1 where no memory belongs to it.
+struct Place {
+  int slab, row;
+};
+
+// n / d, for n from 0 up to below 2^31.
+__device__ __forceinline__ int divide(int n, const flash_attn::Divisor& d) {
+  return static_cast<int>(static_cast<unsigned long long>(static_cast<unsigned>(n)) * d.multiplier >> d.shift);
+}
+
+__device__ __forceinline__ void add(float4& sum, const float4& x, float weight) {
+  sum.x = fmaf(x.x, weight, sum.x);
+  sum.y = fmaf(x.y, weight, sum.y);
+  sum.z = fmaf(x.z, weight, sum.z);
+  sum.w = fmaf(x.w, weight, sum.w);
+}
+
+template <int kCount>
+struct Int {
+  static constexpr int value = kCount;
+};
+
+// Joins the warps of a team, which are neighbours.
+__device__ __forceinline__ void sync_team(int team, int row_warps) {
+  if (row_warps == 1) {
+    __syncwarp();
+  } else {
+    ptx::named_sync(1 + team, row_warps * 32);
+  }
+}
+
+// flash_decode. Products: the matrix products of a unit,
+//   kTogether               tiles of keys that a unit works on at once
+//   Products(q_tile, lane)  once the unit's rows of Q are in shared memory
+//   arrived()               by each thread, once its copies to shared memory are there and before others use them
+//   scores(s, tile)         S = Q K^T of one tile, or of several: each kUnitBytes further
+//   values(out, s, tile)    O += P V of the same; both are done when they return
+template <typename Products>
+__device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) {
+  const int thread = threadIdx.x;
+  const int lane = thread % 32;
+  const int warp = thread / 32;
+  ptx::launch_dependents();
+  // The launch before, which may still be running, writes new keys and rotates q.
+  ptx::wait_on_dependencies();
+
+  const int all_tiles = divide(blockIdx.x, p.by_splits);
+  const int split = blockIdx.x - all_tiles * p.splits;
+  const int all_heads = divide(all_tiles, p.by_row_tiles);
+  const int row_tile = all_tiles - all_heads * p.row_tiles;
+  const int batch = divide(all_heads, p.by_heads_kv);
+  const int head_kv = all_heads - batch * p.heads_kv;
+  const problem::Sequence sequence(p, batch);
+  const problem::Mask mask(sequence, p.modifiers);
+  const int log_row_warps = __ffs(p.row_warps) - 1;
+  const int team = warp >> log_row_warps;
+  const int row_warp = warp & (p.row_warps - 1);
+  const int all_rows = p.group * sequence.seqlen_q;
+  const int first_row = row_tile * kWarpRows * p.row_warps;
+  const int rows = min(kWarpRows * p.row_warps, all_rows - first_row);
+  if (rows <= 0) return;  // packed sequences may be shorter than the longest
+
+  // This block's keys: its split of what any of its rows sees.
+  const int first_token = divide(first_row, p.by_group);
+  const int last_token = divide(first_row + rows - 1, p.by_group);
+  const int tile_first = mask.first(first_token) / kBlockN;
+  const int tile_last = max(0, mask.last(last_token) + kBlockN) / kBlockN;
+  const int tiles_per_split = divide(max(0, tile_last - tile_first) + p.splits - 1, p.by_splits);
+  const int begin = tile_first + split * tiles_per_split;
+  const int end = min(tile_last, begin + tiles_per_split);
+
+  // This unit's rows.
+  const int row_units = p.row_warps / kUnitWarps;  // of the team
+  const int row_unit = row_warp / kUnitWarps;
+  const int unit_warp = row_warp % kUnitWarps;
+  const int unit_row = first_row + row_unit * kBlockM;
+  const int unit_rows = min(kBlockM, all_rows - unit_row);
+
+  const unsigned shared_team = ptx::shared_address(shared_memory) + team * row_units * kUnitBytes;
+  const unsigned shared_unit = shared_team + row_unit * kUnitBytes;
+  const char* const k_source = tile::source(p.k, p.k_stride, 0, head_kv, 0, lane);
+  const char* const v_source = tile::source(p.v, p.v_stride, 0, head_kv, 0, lane);
+  const int column = lane % 8 * 8;
+
+  int own_slab = p.cache_batch_idx != nullptr ? p.cache_batch_idx[batch] : batch;
+  if (own_slab >= p.slabs) own_slab = -1;
+  const int* const block_table = p.pages.block_table;
+
+  // The place of one key a lane, asked for a step before its copy begins: in a page table it is a load.
+  auto locate = [&](int tile_index) {
+    const int key = tile_index * kBlockN + unit_warp * kWarpKeys + lane % kWarpKeys;
+    Place place = {own_slab, key + static_cast<int>(sequence.k_row)};
+    if (block_table != nullptr) {
+      const int index = divide(place.row, p.pages.by_page_size);
+      place.row -= index * p.pages.page_size;
+      place.slab = -1;
+      if (key < sequence.seqlen_k) place.slab = block_table[batch * p.pages.table_batch_stride + index];
+      if (place.slab >= p.pages.page_count) place.slab = -1;
+    } else if (key >= sequence.seqlen_k) {
+      place.slab = -1;
+    }
+    return place;
+  };
+
+  auto load = [&](int stage, const Place& place) {
+    const unsigned k_tile =
+        shared_unit + QueryTile::kBytes + stage * kStageBytes + unit_warp * kWarpKeys * tile::kRowBytes;
+    const unsigned v_tile = k_tile + KeyTile::kBytes;
+    const long long k_offset = 2 * (place.slab * p.k_stride.batch + place.row * p.k_stride.row);
+    const long long v_offset = 2 * (place.slab * p.v_stride.batch + place.row * p.v_stride.row);
+#pragma unroll
+    for (int pass = 0; pass < kWarpKeys / kRowsPerPass; ++pass) {
+      const int row = pass * kRowsPerPass + lane / 8;
+      const bool exists = __shfl_sync(0xffffffffu, place.slab, row) >= 0;
+      const char* const k = k_source + __shfl_sync(0xffffffffu, k_offset, row);
+      const char* const v = v_source + __shfl_sync(0xffffffffu, v_offset, row);
+      const unsigned offset = tile::swizzled(row, lane % 8);
+#pragma unroll
+      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
+        ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes, k + panel * tile::kRowBytes,
+                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
+      }
+#pragma unroll
+      for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
+        ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes, v + panel * tile::kRowBytes,
+                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0);
+      }
+    }
+  };
+
+  // Rows past the end are zeros.
+  auto load_query = [&] {
+#pragma unroll
+    for (int pass = 0; pass < kWarpRows / kRowsPerPass; ++pass) {
+      const int row = unit_warp * kWarpRows + pass * kRowsPerPass + lane / 8;
+      const int r = unit_row + row;
+      const int token = divide(r, p.by_group);
+      const char* const source =
+          tile::source(p.q, p.q_stride, batch, head_kv * p.group + r - token * p.group, sequence.q_row + token, lane);
+#pragma unroll
+      for (int panel = 0; panel < QueryTile::kPanels; ++panel) {
+        ptx::cp_async_16(shared_unit + panel * QueryTile::kPanelBytes + tile::swizzled(row, lane % 8),
+                         source + panel * tile::kRowBytes,
+                         row < unit_rows && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
+      }
+    }
+  };
+
+  const int unit = warp / kUnitWarps;
+  Place next_place = locate(begin + unit);
+#pragma unroll 1
+  for (int stage = 0; stage < kStages; ++stage) {
+    const Place place = next_place;
+    next_place = locate(begin + unit + (stage + 1) * kUnits);
+    if (begin + unit + stage * kUnits < end) load(stage, place);
+    if (stage == 0) load_query();
+    ptx::cp_async_commit();
+  }
+
+  // While they come: the unit's tiles, of which at least one row sees a key; and the keys that all rows see.
+  const int unit_token = divide(min(unit_row, all_rows - 1), p.by_group);
+  const int unit_last_token = divide(min(unit_row + kBlockM, all_rows) - 1, p.by_group);
+  const int unit_begin = mask.first(unit_token) / kBlockN;
+  const int unit_end = unit_rows > 0 ? max(0, mask.last(unit_last_token) + kBlockN) / kBlockN : 0;
+  const bool only_scaled = p.modifiers.softcap <= 0.0f && p.modifiers.alibi_slopes == nullptr;
+  const int all_first = mask.first(unit_last_token);
+  const int all_last = only_scaled ? mask.last(unit_token) : -1;
+
+  ptx::cp_async_wait<kStages - 1>();  // Q came with the first tile
+  __syncwarp();
+  Products products(shared_unit, lane);
+
+  float out[kDimTiles][4];
+#pragma unroll
+  for (int j = 0; j < kDimTiles; ++j) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) out[j][e] = 0.0f;
+  }
+  float row_max[2] = {ptx::kMinusInfinity, ptx::kMinusInfinity};
+  float row_sum[2] = {0.0f, 0.0f};
+  int first[2], last[2], position[2];
+  float slope[2] = {0.0f, 0.0f};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = min(unit_row + unit_warp * kWarpRows + lane / 4 + 8 * half, all_rows - 1);
+    const int token = divide(row, p.by_group);
+    first[half] = mask.first(token);
+    last[half] = mask.last(token);
+    position[half] = token + mask.shift;
+    if (p.modifiers.alibi_slopes != nullptr) {
+      slope[half] =
+          p.modifiers.alibi_slopes[batch * p.modifiers.alibi_batch_stride + head_kv * p.group + row - token * p.group] * kLog2e;
+    }
+  }
+
+  // Some tiles, one after the other in the memory of neighbouring warps.
+  auto attend = [&](auto count, int tile_index, unsigned k_tile) {
+    constexpr int kTiles = decltype(count)::value;
+    constexpr int kKeys = kTiles * kBlockN;
+    float s[kKeys / 8][4];
+    products.scores(s, k_tile);
+
+    const int first_key = tile_index * kBlockN;
+    float block_max[2] = {ptx::kMinusInfinity, ptx::kMinusInfinity};
+    float scale = 1.0f;  // what the scores are to be multiplied by yet
+    if (first_key >= all_first && first_key + kKeys - 1 <= all_last) {
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          block_max[e / 2] = fmaxf(block_max[e / 2], s[j][e]);
+        }
+      }
+      scale = p.scale_log2;
+      block_max[0] *= scale;
+      block_max[1] *= scale;
+    } else {
+      const int key = first_key + lane % 4 * 2;
+      const float softcap = p.modifiers.softcap;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int half = e / 2;
+          const int at = key + 8 * j + e % 2;
+          float x = softcap > 0.0f ? ptx::tanh(s[j][e] * (p.scale / softcap)) * softcap * kLog2e : s[j][e] * p.scale_log2;
+          x -= slope[half] * fabsf(static_cast<float>(position[half] - at));
+          if (at < first[half] || at > last[half]) x = ptx::kMinusInfinity;
+          s[j][e] = x;
+          block_max[half] = fmaxf(block_max[half], x);
+        }
+      }
+    }
+    if (__any_sync(0xffffffffu, block_max[0] > row_max[0] + kSlack || block_max[1] > row_max[1] + kSlack)) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float m = fmaxf(block_max[half], row_max[half]);
+        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+        const float factor = ptx::exp2(row_max[half] - (m == ptx::kMinusInfinity ? 0.0f : m));
+        row_max[half] = m;
+        row_sum[half] *= factor;
+#pragma unroll
+        for (int j = 0; j < kDimTiles; ++j) {
+          out[j][2 * half] *= factor;
+          out[j][2 * half + 1] *= factor;
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float base = row_max[half] == ptx::kMinusInfinity ? 0.0f : row_max[half];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[j][2 * half + e];
+          x = ptx::exp2(fmaf(x, scale, -base));
+          row_sum[half] += x;
+        }
+      }
+    }
+    products.values(out, s, k_tile + KeyTile::kBytes);
+  };
+
+  constexpr int kTogether = Products::kTogether;
+  int stage = 0;
+  for (int team_tile = begin + team * row_units; team_tile < end; team_tile += kUnits) {
+    ptx::cp_async_wait<kStages - 1>();
+    Products::arrived();
+    sync_team(team, p.row_warps);
+    const unsigned team_stage = shared_team + QueryTile::kBytes + stage * kStageBytes;
+    const int last_tile = min(min(end, unit_end), team_tile + row_units);
+    int tile_index = max(team_tile, unit_begin);
+    for (; tile_index + kTogether <= last_tile; tile_index += kTogether) {
+      attend(Int<kTogether>(), tile_index, team_stage + (tile_index - team_tile) * kUnitBytes);
+    }
+    if constexpr (kTogether > 1) {
+      if (tile_index < last_tile) attend(Int<1>(), tile_index, team_stage + (tile_index - team_tile) * kUnitBytes);
+    }
+    sync_team(team, p.row_warps);
+    // Into the place of what all of the team have used.
+    const int next = team_tile + row_unit + kStages * kUnits;
+    const Place place = next_place;
+    next_place = locate(next + kUnits);
+    if (next < end) load(stage, place);
+    ptx::cp_async_commit();
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+
+  // Each warp leaves its maxima, sums and sums of values.
+  ptx::cp_async_wait<0>();
+  __syncthreads();
+  constexpr int kStatistics = kWarpRows * kPitch;
+  float* const partial = reinterpret_cast<float*>(shared_memory);
+  {
+    float* const mine = partial + warp * (kWarpBytes / 4);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = row_sum[half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const int row = lane / 4 + 8 * half;
+      if (lane % 4 == 0) *reinterpret_cast<float2*>(mine + kStatistics + 2 * row) = make_float2(row_max[half], sum);
+#pragma unroll
+      for (int j = 0; j < kDimTiles; ++j) {
+        *reinterpret_cast<float2*>(mine + row * kPitch + 8 * j + lane % 4 * 2) =
+            make_float2(out[j][2 * half], out[j][2 * half + 1]);
+      }
+    }
+  }
+  __syncthreads();
+
+  // Then each warp joins some rows: rows warp, warp + kWarps, and so on. One lane finds the log-sum-exp of a row, and the
+  // weight of each team, of which one warp had it; all lanes add up values.
+  const int teams = kWarps >> log_row_warps;
+  const int team_step = p.row_warps * (kWarpBytes / 4);
+  const bool last_pass = p.splits == 1;
+  const auto had_row = [&](int block_row) { return partial + block_row / kWarpRows * (kWarpBytes / 4); };
+  const auto head_of = [&](int block_row, int& token) {
+    const int r = first_row + block_row;
+    token = divide(r, p.by_group);
+    return head_kv * p.group + r - token * p.group;
+  };
+  const auto flat_row = [&](int head, int token) {
+    return batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_row + token;
+  };
+  float weights[kUnits];
+#pragma unroll
+  for (int t = 0; t < kUnits; ++t) weights[t] = 0.0f;
+  if (warp + lane * kWarps < rows) {
+    const int block_row = warp + lane * kWarps;
+    int token;
+    const int head = head_of(block_row, token);
+    const float* const statistics = had_row(block_row) + kStatistics + block_row % kWarpRows * 2;
+    const bool has_sink = last_pass && p.modifiers.sink != nullptr;
+    const float sink = has_sink ? p.modifiers.sink[head] * kLog2e : ptx::kMinusInfinity;
+    float m = sink;
+#pragma unroll
+    for (int t = 0; t < kUnits; ++t) {
+      if (t < teams) m = fmaxf(m, statistics[t * team_step]);
+    }
+    const float base = m == ptx::kMinusInfinity ? 0.0f : m;
+    float sum = has_sink ? ptx::exp2(sink - base) : 0.0f;
+#pragma unroll
+    for (int t = 0; t < kUnits; ++t) {
+      if (t >= teams) break;
+      weights[t] = ptx::exp2(statistics[t * team_step] - base);
+      sum = fmaf(statistics[t * team_step + 1], weights[t], sum);
+    }
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+#pragma unroll
+    for (int t = 0; t < kUnits; ++t) weights[t] *= inverse;
+    const float lse = sum == 0.0f ? ptx::kMinusInfinity : m + ptx::log2(sum);
+    if (last_pass) {
+      p.lse[flat_row(head, token)] = lse * kLn2;
+    } else {
+      p.partial_lse[split * p.lse_count + flat_row(head, token)] = lse;
+    }
+  }
+  __syncwarp();
+
+  constexpr int kRowsTogether = kUnits < 8 ? 8 / kUnits : 1;
+  for (int c = lane * 4; c - lane * 4 < p.head_dim_v; c += 128) {
+    for (int number = 0; warp + number * kWarps < rows; number += kRowsTogether) {
+      float4 values[kRowsTogether];
+#pragma unroll
+      for (int i = 0; i < kRowsTogether; ++i) {
+        const int block_row = min(warp + (number + i) * kWarps, rows - 1);
+        const float* theirs = had_row(block_row) + block_row % kWarpRows * kPitch + min(c, kHeadDim - 4);
+        values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int t = 0; t < kUnits; ++t, theirs += team_step) {
+          if (t >= teams) break;
+          add(values[i], *reinterpret_cast<const float4*>(theirs), __shfl_sync(0xffffffffu, weights[t], number + i));
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsTogether; ++i) {
+        const int block_row = warp + (number + i) * kWarps;
+        if (block_row >= rows || c >= p.head_dim_v) continue;
+        int token;
+        const int head = head_of(block_row, token);
+        if (last_pass) {
+          char* const row = static_cast<char*>(p.out) + 2 * (batch * p.out_stride.batch + head * p.out_stride.head +
+                                                             (sequence.q_row + token) * p.out_stride.row);
+          *reinterpret_cast<uint2*>(row + 2 * c) =
+              make_uint2(ptx::pack<kBf16>(values[i].x, values[i].y), ptx::pack<kBf16>(values[i].z, values[i].w));
+        } else {
+          const long long at = split * p.lse_count + flat_row(head, token);
+          *reinterpret_cast<float4*>(p.partial_out + at * p.head_dim_v + c) = values[i];
+        }
+      }
+    }
+  }
+}
+
+constexpr int kJoinWarps = flash_attn::kCombineThreads / 32;
+
+// flash_combine: joins the splits of a row. One block a row, lanes over columns, warps over splits.
+__device__ __forceinline__ void join_splits(const flash_attn::DecodeParams& p) {
+  __shared__ float4 parts[kJoinWarps][32];
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const long long rows = p.lse_count;
+  const int row = blockIdx.x;
+  const float* const lse = p.partial_lse + row;
+  ptx::wait_on_dependencies();
+
+  // Some splits at a time, so that loads are under way together; the first ones while their weights are found.
+  constexpr int kTogether = 4;
+  float4 values[kTogether];
+  const auto load = [&](int first_split, int c) {
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int split = first_split + i * kJoinWarps;
+      values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (split >= p.splits || c >= p.head_dim_v) continue;
+      values[i] = *reinterpret_cast<const float4*>(p.partial_out + (split * rows + row) * p.head_dim_v + c);
+    }
+  };
+  load(warp, lane * 4);
+
+  // Of packed queries, which are one batch of all tokens, too.
+  const int all_heads = row / static_cast<int>(p.lse_head_stride);
+  const int token = row - all_heads * static_cast<int>(p.lse_head_stride);
+  const int batch = all_heads / p.heads;
+  const int head = all_heads - batch * p.heads;
+  const bool has_sink = p.modifiers.sink != nullptr;
+  const float sink = has_sink ? p.modifiers.sink[head] * kLog2e : ptx::kMinusInfinity;
+  float m = sink;
+  for (int split = lane; split < p.splits; split += 32) m = fmaxf(m, lse[split * rows]);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+  const float base = m == ptx::kMinusInfinity ? 0.0f : m;
+  float sum = 0.0f;
+  for (int split = lane; split < p.splits; split += 32) sum += ptx::exp2(lse[split * rows] - base);
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  if (has_sink) sum += ptx::exp2(sink - base);
+  const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (threadIdx.x == 0) p.lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (m + ptx::log2(sum)) * kLn2;
+
+  char* const out = static_cast<char*>(p.out) +
+                    2 * (batch * p.out_stride.batch + token * p.out_stride.row + head * p.out_stride.head);
+  for (int c = lane * 4; c - lane * 4 < p.head_dim_v; c += 128) {
+    float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int split = warp; split < p.splits; split += kTogether * kJoinWarps) {
+      if (split != warp || c != lane * 4) load(split, c);
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) {
+        const int at = min(split + i * kJoinWarps, p.splits - 1);  // past it, values are zeros
+        add(value, values[i], ptx::exp2(lse[at * rows] - base) * inverse);
+      }
+    }
+    __syncthreads();  // the columns before are read
+    parts[warp][lane] = value;
+    __syncthreads();
+    if (warp != 0 || c >= p.head_dim_v) continue;
+#pragma unroll
+    for (int w = 1; w < kJoinWarps; ++w) add(value, parts[w][lane], 1.0f);
+    *reinterpret_cast<uint2*>(out + 2 * c) =
+        make_uint2(ptx::pack<kBf16>(value.x, value.y), ptx::pack<kBf16>(value.z, value.w));
+  }
+}
+
+}  // namespace decode
