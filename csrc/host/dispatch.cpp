@@ -336,6 +336,11 @@ Divisor divisor(unsigned d) {
   return result;
 }
 
+Preference decode_preference(const DecodeParams& params) {
+  const int64_t group = params.heads_kv > 0 ? params.heads / params.heads_kv : 1;
+  return group * params.seqlen_q > kWarpRows ? Preference::throughput : Preference::every_feature;
+}
+
 int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
   const int warps = static_cast<int>(kernel.record->threads / 32);
   const int unit_warps = static_cast<int>(kernel.record->block_m / kWarpRows);

@@ -118,6 +118,10 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
 // For divisions by a number below 2^31. By 0, which a launch without blocks may have, all results are 0.
 Divisor divisor(unsigned d);
 
+// Up to 16 rows fit into one warp, and the family that has such kernels serves them; of more, the fastest one. The caller has
+// set heads, heads_kv and seqlen_q.
+Preference decode_preference(const DecodeParams& params);
+
 // Into how many parts each cache is cut: `asked`, or, where that is 0, the fewest that fill the GPU well. Sets
 // params.row_warps and params.row_tiles.
 int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked);

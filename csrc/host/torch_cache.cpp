@@ -230,6 +230,7 @@ void read_problem(Problem& problem, const Rows& q, const Cache& k_cache, const C
   query.mask = Mask::general;
   query.head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
   query.device = q.argument.device;
+  query.preference = decode_preference(params);
   problem.kernel = &resolve(query);
   params.splits = decode_splits(*problem.kernel, params, options.num_splits);
 }

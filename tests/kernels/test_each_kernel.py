@@ -9,7 +9,7 @@ from cache_cases import CacheCase
 from cache_cases import run as run_cache
 from feature_cases import Case
 from feature_cases import run as run_feature
-from kernel_set import EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, served
+from kernel_set import BASE_FAMILY, EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, served
 from layouts import LAYOUTS, contiguous
 from memory import poison
 from oracle import expected, mismatches, results
@@ -210,7 +210,8 @@ def test_thirty_runs_give_the_same_bits(kernel):
 
 @each(DECODE)
 def test_thirty_decoding_steps_give_the_same_bits(kernel):
-    q = torch.randn(3, 2, 8, kernel.head_dim, device="cuda").to(kernel.dtype)
+    tokens = 2 if kernel.family == BASE_FAMILY else 9  # the faster families serve more than 16 rows
+    q = torch.randn(3, tokens, 8, kernel.head_dim, device="cuda").to(kernel.dtype)
     caches = [torch.randn(3, 2000, 2, kernel.head_dim, device="cuda").to(kernel.dtype) for _ in range(2)]
     lengths = torch.tensor([2000, 3, 777], dtype=torch.int32, device="cuda")
     for splits in (0, 1, 9):

@@ -655,6 +655,24 @@ def test_warps_share_the_keys_of_more_rows(machine: Machine, tokens: int, row_wa
 
 
 @pytest.mark.parametrize(
+    ("tokens", "family", "row_warps", "blocks"),
+    [(4, "sm80", 1, 8), (5, "sm90", 4, 8), (16, "sm90", 4, 8), (17, "sm90", 8, 8), (33, "sm90", 8, 16)],
+)
+def test_more_rows_than_a_warp_has_are_for_warpgroups(
+    machine: Machine, tokens: int, family: str, row_warps: int, blocks: int
+) -> None:
+    """Of the family that has them; where it is not built, see above."""
+    records = [
+        kernel("decode-sm80-bf16-d128-general", "90", threads=256),
+        kernel("decode-sm90-bf16-d128-general", "90a", threads=256),
+    ]
+    machine.write_kernels(archive.pack("x", records))
+    assert machine.run(f"decode 0 bf16 general 128 1 {tokens} 64 32 8") == [f"ok splits=1 row_warps={row_warps}"]
+    [launch] = machine.log("launch")
+    assert (launch["key"], launch["grid"]) == (f"decode-{family}-bf16-d128-general", f"{blocks},1")
+
+
+@pytest.mark.parametrize(
     ("device", "arch", "version", "early"),
     [
         (H200, "90", "12080", ["1", "1"]),

@@ -216,9 +216,9 @@ std::string answer(const std::string& line) {
       return "ok";
     }
     if (command == "decode" && read_shape(rest.c_str(), &shape)) {  // "asked": in place of rows of packed queries
-      const fa::Kernel& kernel =
-          fa::resolve({fa::Op::decode, shape.dtype, shape.mask, shape.head_dim, shape.device, fa::Preference::every_feature});
       fa::DecodeParams params = params_of<fa::DecodeParams>(shape);
+      const fa::Kernel& kernel = fa::resolve(
+          {fa::Op::decode, shape.dtype, shape.mask, shape.head_dim, shape.device, fa::decode_preference(params)});
       params.lse_head_stride = shape.seqlen_q;
       params.lse_count = int64_t{params.batch} * params.heads * shape.seqlen_q;
       params.splits = fa::decode_splits(kernel, params, shape.packed_q > 0 ? shape.packed_q : 0);
