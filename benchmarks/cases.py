@@ -114,7 +114,7 @@ def all_cases() -> list[Case]:
         found += [Attention("varlen", d, causal, "mixed", mixed_lengths(TOKENS, 24)) for causal in (False, True)]
     shapes = ((1, "8k"), (1, "64k"), (16, "8k"), (64, "8k"))
     for layout in ("slabs", "pages"):
-        found += [Decoding("decode", layout, b, n, tokens) for tokens in (1, 4) for b, n in shapes]
+        found += [Decoding("decode", layout, b, n, tokens) for tokens in (1, 4, 8, 16) for b, n in shapes]
         found.append(Decoding("append", layout, 16, "8k", 1))
     found += [
         Attention("bwd", d, c, n) for d in (64, 96, 128, 192, 256) for c in (False, True) for n in ("1k", "4k", "16k")
