@@ -46,7 +46,7 @@ struct FwdParams {
   const void* k;  // (B, Sk, Hk, D)
   const void* v;  // (B, Sk, Hk, Dv)
   void* out;      // (B, Sq, H, Dv)
-  float* lse;     // (B, H, Sq) or packed (H, T), natural logarithm
+  float* lse;     // (B, H, Sq) or packed (H, T), natural logarithm; null: unwanted, of the sm80 family alone
   Strides q_stride, k_stride, v_stride, out_stride;
   long long lse_batch_stride;  // 0 if packed
   long long lse_head_stride;

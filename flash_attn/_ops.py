@@ -6,6 +6,10 @@
 ``flash_attn::attention``     both joined for autograd: what torch.compile keeps in a graph and opcheck checks
 ============================  =========================================================================================
 
+An operator without a gradient may have an overload ``output``, which returns the output alone and takes None for the
+scale: the usual call of inference, whose time on the host is what it leaves out. The host library checks its arguments,
+so that Python need not look at them first.
+
 These three are the fast path, attention with nothing but a scale and a causal mask; :mod:`flash_attn._ops_general` has
 every other feature and :mod:`flash_attn._ops_cache` the operators of KV caches and rotary embeddings.
 
@@ -25,8 +29,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import _library, reference
+from .errors import DeviceError
 
-__all__ = ["ATTENTION", "BWD", "FWD", "HOST_LIBRARY", "apply_attention", "define", "register_cpu"]
+__all__ = [
+    "ATTENTION",
+    "BWD",
+    "FWD",
+    "FWD_OUTPUT",
+    "HOST_LIBRARY",
+    "apply_attention",
+    "define",
+    "direct",
+    "register_cpu",
+    "register_output",
+    "usual_scale",
+]
 
 _new_library: Any = torch.library.Library
 # The library object owns the registrations: they live as long as it does.
@@ -61,6 +78,31 @@ def register_cpu(name: str, function: Callable[..., Any]) -> None:
     LIB.impl(name, torch.autocast("cpu", enabled=False)(function), "CPU")
 
 
+def register_output(name: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """The overload ``output`` of ``name``: for CPU and fake tensors, the first result of functions of its arguments."""
+
+    def cpu_output(*arguments: Any) -> Tensor:
+        result: Tensor = function(*arguments)[0]
+        return result
+
+    def fake_output(q: Tensor, *arguments: Any) -> Tensor:
+        if type(q) is Tensor and q.device.type != "meta":  # torch comes here where any tensor is on meta
+            raise DeviceError(f"q is on {q.device}, and another tensor on meta.")
+        result: Tensor = fake(q, *arguments)[0]
+        return result
+
+    register_cpu(f"{name}.output", cpu_output)
+    # Nothing that wants a gradient gets here: torch need not look for what does.
+    LIB.impl(f"{name}.output", torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"flash_attn::{name}.output", fake_output, lib=LIB)
+
+
+def direct(operator: Any) -> Callable[..., Any]:
+    """What calling an overload calls, without the Python function in between, which a small call feels."""
+    function: Callable[..., Any] = getattr(operator, "_op", operator)
+    return function
+
+
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, deterministic: bool
 ) -> tuple[Tensor, Tensor]:
@@ -78,6 +120,7 @@ define_joined(
     "attention(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, bool deterministic) -> (Tensor, Tensor)",
     _attention,
 )
+define("fwd.output(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None) -> Tensor")
 register_cpu("fwd", reference.attention_forward)
 register_cpu("bwd", reference.attention_backward)
 
@@ -85,6 +128,7 @@ register_cpu("bwd", reference.attention_backward)
 FWD = torch.ops.flash_attn.fwd.default
 BWD = torch.ops.flash_attn.bwd.default
 ATTENTION = torch.ops.flash_attn.attention.default
+FWD_OUTPUT = torch.ops.flash_attn.fwd.output
 
 
 def _fake_forward(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -99,6 +143,19 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) ->
 torch.library.register_fake("flash_attn::fwd", _fake_forward, lib=LIB)
 torch.library.register_fake("flash_attn::bwd", _fake_backward, lib=LIB)
 torch.library.register_fake("flash_attn::attention", _fake_forward, lib=LIB)
+
+
+def _output_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    return reference.attention_forward(q, k, v, usual_scale(q, softmax_scale), causal)
+
+
+def usual_scale(q: Tensor, softmax_scale: float | None) -> float:
+    return float(q.shape[-1] ** -0.5) if softmax_scale is None else softmax_scale
+
+
+register_output("fwd", _output_forward, _fake_forward)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

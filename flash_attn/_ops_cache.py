@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference_cache
-from ._ops import LIB, define, define_joined, register_cpu
+from ._ops import LIB, define, define_joined, register_cpu, register_output, usual_scale
 from .errors import DeviceError
 from .reference import lse_dtype
 
-__all__ = ["APPEND", "DECODE", "KVCACHE", "ROTARY", "ROTARY_EMBEDDING"]
+__all__ = ["APPEND", "DECODE", "DECODE_OUTPUT", "KVCACHE", "KVCACHE_OUTPUT", "ROTARY", "ROTARY_EMBEDDING"]
 
 # seqlens_k: the length of each cache; without it seqlen_k is that of all, a negative one the capacity. Of kvcache: the
 # lengths before k and v are appended. cu_seqlens_q: q is packed, and so are out and lse. num_splits 0: automatic.
@@ -34,14 +34,17 @@ _OPTIONS = (
     "int num_splits=0, int window_left=-1, int window_right=-1, Tensor? leftpad_k=None, Tensor? cache_batch_idx=None, "
     "Tensor? alibi_slopes=None, Tensor? sink=None, int attention_chunk=0, float softcap=0.0"
 )
-define(
-    f"decode(Tensor q, Tensor k_cache, Tensor v_cache, {_OPTIONS}, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0) "
-    "-> (Tensor out, Tensor lse)"
+_DECODE = "(Tensor q, Tensor k_cache, Tensor v_cache, "
+_KVCACHE = (
+    "(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin, "
+    "bool interleaved, "
 )
-define(
-    "kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin, "
-    f"bool interleaved, {_OPTIONS}) -> (Tensor out, Tensor lse)"
-)
+# Of the overloads `output`: what is seldom given is not there at all.
+_USUAL = "bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, float? softmax_scale=None"
+define(f"decode{_DECODE}{_OPTIONS}, Tensor? cu_seqlens_q=None, SymInt max_seqlen_q=0) -> (Tensor out, Tensor lse)")
+define(f"decode.output{_DECODE}{_USUAL}) -> Tensor")
+define(f"kvcache{_KVCACHE}{_OPTIONS}) -> (Tensor out, Tensor lse)")
+define(f"kvcache.output{_KVCACHE}{_USUAL}) -> Tensor")
 define(
     "append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? offsets, SymInt offset, "
     "Tensor? cache_batch_idx, Tensor? block_table) -> ()"
@@ -53,6 +56,8 @@ define(
 
 DECODE = torch.ops.flash_attn.decode.default
 KVCACHE = torch.ops.flash_attn.kvcache.default
+DECODE_OUTPUT = torch.ops.flash_attn.decode.output
+KVCACHE_OUTPUT = torch.ops.flash_attn.kvcache.output
 APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default
 
@@ -70,8 +75,45 @@ def _fake_in_place(*_: object) -> None:
     return None
 
 
+def _output_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    causal: bool,
+    seqlens_k: Tensor | None = None,
+    seqlen_k: int = -1,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    scale = usual_scale(q, softmax_scale)
+    return reference_cache.decode(q, k_cache, v_cache, scale, causal, seqlens_k, seqlen_k, block_table)
+
+
+def _output_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    causal: bool,
+    seqlens_k: Tensor | None = None,
+    seqlen_k: int = -1,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    return reference_cache.kvcache(
+        q, k_cache, v_cache, k, v, cos, sin, interleaved, usual_scale(q, softmax_scale), causal, seqlens_k, seqlen_k,
+        block_table,
+    )  # fmt: skip
+
+
 register_cpu("decode", reference_cache.decode)
 register_cpu("kvcache", reference_cache.kvcache)
+register_output("decode", _output_decode, _fake_decode)
+register_output("kvcache", _output_kvcache, _fake_decode)
 register_cpu("append", reference_cache.append)
 register_cpu("rotary", reference_cache.rotary)
 torch.library.register_fake("flash_attn::decode", _fake_decode, lib=LIB)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from . import reference_fp8
-from ._ops import LIB, define, register_cpu
+from ._ops import LIB, define, register_cpu, register_output, usual_scale
 from .problem import Problem
 
-__all__ = ["FWD_FP8", "fp8_options"]
+__all__ = ["FWD_FP8", "FWD_FP8_OUTPUT", "fp8_options"]
 
 # q, k and v are float8_e4m3fn, out is bfloat16; the factors are fp32 (B, Hk), None for 1. The rest is fwd_general's,
 # without what FP8 kernels lack.
@@ -26,7 +26,12 @@ define(
     "Tensor? sink, SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, "
     "int window_right, int attention_chunk, float softcap, int sm_margin) -> (Tensor out, Tensor lse)"
 )
+define(
+    "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "bool causal=False, float? softmax_scale=None) -> Tensor"
+)
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
+FWD_FP8_OUTPUT = torch.ops.flash_attn.fwd_fp8.output
 
 _OPTIONS = tuple(name for name in Problem._fields if name not in ("alibi_slopes", "rng_state", "dropout_p"))
 
@@ -64,5 +69,26 @@ def _fake_forward(
     return out, q.new_empty(tuple(p.lse_shape(q)), dtype=torch.float32)
 
 
+def _output_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    p = Problem(
+        max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=usual_scale(q, softmax_scale), causal=causal
+    )
+    return reference_fp8.forward(q, k, v, q_descale, k_descale, v_descale, p)
+
+
+def _fake_output(q: Tensor, k: Tensor, v: Tensor, *descales: Any) -> tuple[Tensor, Tensor]:
+    return _fake_forward(q, k, v, *descales[:3], None)
+
+
 register_cpu("fwd_fp8", _cpu_forward)
+register_output("fwd_fp8", _output_forward, _fake_output)
 torch.library.register_fake("flash_attn::fwd_fp8", _fake_forward, lib=LIB)

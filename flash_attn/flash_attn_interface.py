@@ -10,12 +10,13 @@ they are not keyword-only: Python looks the default of each such argument up in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from ._ops import ATTENTION, FWD, apply_attention
+from ._ops import ATTENTION, FWD, FWD_OUTPUT, apply_attention, direct
+from ._ops_fp8 import FWD_FP8_OUTPUT
 from .attend import Request, Result, attend, attend_packed
 from .checks import FP8, KERNEL_DTYPES, MAX_HEAD_DIM, check_qkv, scale_of
 from .errors import ArgumentError
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 _NO_WINDOW = (-1, -1)
+_FWD_OUTPUT: Callable[..., Tensor] = direct(FWD_OUTPUT)
+_FWD_FP8_OUTPUT: Callable[..., Tensor] = direct(FWD_FP8_OUTPUT)
 
 
 def flash_attn_func(
@@ -135,11 +138,32 @@ def flash_attn_func(
         and seqused_q is None
         and seqused_k is None
         and leftpad_k is None
-        and q_descale is None
-        and k_descale is None
-        and v_descale is None
         and sm_margin == 0
     )
+    without_descales = q_descale is None and k_descale is None and v_descale is None
+
+    # The usual call of inference at once: the host library checks the tensors while it reads them. What it refuses goes
+    # the long way below, which converts what can be, or says what is wrong and with which argument.
+    if (
+        plain
+        and type(q) is Tensor
+        and q.is_cuda
+        and not (return_lse or return_attn_probs)
+        and (softmax_scale is None or (type(softmax_scale) is float and softmax_scale > 0.0))
+        and not is_compiling()
+    ):
+        try:
+            if q.dtype is not FP8:
+                if without_descales and not (
+                    is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+                ):
+                    return _FWD_OUTPUT(q, k, v, causal, softmax_scale)
+            elif not is_grad_enabled() or not _any_requires_grad(q, k, v, q_descale, k_descale, v_descale):
+                return _FWD_FP8_OUTPUT(q, k, v, q_descale, k_descale, v_descale, causal, softmax_scale)
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            pass
+
+    plain = plain and without_descales
     if plain:
         try:
             q_shape, k_shape, dtype, device = q.shape, k.shape, q.dtype, q.device
@@ -210,6 +234,10 @@ def flash_attn_func(
         return out, lse
     result: Tensor = out
     return result
+
+
+def _any_requires_grad(*tensors: Tensor | None) -> bool:
+    return any(x is not None and x.requires_grad for x in tensors)
 
 
 def flash_attn_qkvpacked_func(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from . import checks
-from ._ops_cache import APPEND, DECODE, KVCACHE, ROTARY
+from ._ops import direct
+from ._ops_cache import APPEND, DECODE, DECODE_OUTPUT, KVCACHE, KVCACHE_OUTPUT, ROTARY
 from .attend import ROWS_OF_SLABS, decoding_is_faster, forward_fp8, forward_without_gradient
 from .errors import ArgumentError, DtypeError, ShapeError, UnsupportedFeatureError
 from .problem import Problem
@@ -20,6 +21,8 @@ from .reference_general import boundaries
 __all__ = ["flash_attn_combine", "flash_attn_with_kvcache"]
 
 _NO_WINDOWS = (-1, -1)
+_DECODE_OUTPUT: Callable[..., Tensor] = direct(DECODE_OUTPUT)
+_KVCACHE_OUTPUT: Callable[..., Tensor] = direct(KVCACHE_OUTPUT)
 
 
 def flash_attn_with_kvcache(
@@ -112,37 +115,49 @@ def flash_attn_with_kvcache(
     if usual and type(q) is Tensor and q.is_cuda and q.dtype is not checks.FP8 and not is_compiling():
         try:
             batch, seqlen_q, heads, head_dim = q.shape
-            scale = checks.scale_of(softmax_scale, head_dim)
             lengths, length = cache_seqlens, -1
             if not (lengths is None or isinstance(lengths, Tensor)):
                 lengths, length = None, checks.length_of("cache_seqlens", lengths)
-            seldom: tuple[Any, ...] = ()
-            if not (
+            decodes = seqlen_q * heads <= ROWS_OF_SLABS or decoding_is_faster(
+                seqlen_q, heads, 1, k_cache.shape[2], block_table is not None
+            )
+            appends = k is not None and v is not None
+            fits = decodes and (appends or k is v is rotary_cos is rotary_sin is None)
+            if not fits:
+                pass
+            elif (
                 cache_leftpad is cache_batch_idx is alibi_slopes is learnable_sink is None
                 and window_size == _NO_WINDOWS
                 and softcap == 0.0
                 and num_splits == 0
                 and attention_chunk == 0
+                and not return_softmax_lse
+                and (softmax_scale is None or (type(softmax_scale) is float and softmax_scale > 0.0))
             ):
+                if appends:
+                    return _KVCACHE_OUTPUT(
+                        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, causal, lengths, length,
+                        block_table, softmax_scale,
+                    )  # fmt: skip
+                return _DECODE_OUTPUT(q, k_cache, v_cache, causal, lengths, length, block_table, softmax_scale)
+            else:
                 causal, left, right = checks.window_of(window_size, causal)
                 checks.check_softcap(softcap)
-                seldom = (
+                seldom: tuple[Any, ...] = (
                     checks.length_of("num_splits", num_splits), left, right, cache_leftpad, cache_batch_idx,
                     checks.alibi_slopes_of(alibi_slopes, batch, heads, q), checks.sink_of(learnable_sink, heads, q),
                     checks.attention_chunk_of(attention_chunk), softcap,
                 )  # fmt: skip
-            decodes = seqlen_q * heads <= ROWS_OF_SLABS or decoding_is_faster(
-                seqlen_q, heads, 1, k_cache.shape[2], block_table is not None
-            )
-            if scale > 0.0 and decodes and k is not None and v is not None:
-                out, lse = KVCACHE(
-                    q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, scale, causal, lengths,
-                    length, block_table, *seldom,
-                )  # fmt: skip
-                return (out, lse) if return_softmax_lse else out
-            if scale > 0.0 and decodes and k is v is rotary_cos is rotary_sin is None:
-                out, lse = DECODE(q, k_cache, v_cache, scale, causal, lengths, length, block_table, *seldom)
-                return (out, lse) if return_softmax_lse else out
+                scale = checks.scale_of(softmax_scale, head_dim)
+                if scale > 0.0:
+                    place = (scale, causal, lengths, length, block_table, *seldom)
+                    if appends:
+                        out, lse = KVCACHE(
+                            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, *place
+                        )
+                    else:
+                        out, lse = DECODE(q, k_cache, v_cache, *place)
+                    return (out, lse) if return_softmax_lse else out
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             pass
 

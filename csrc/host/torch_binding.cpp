@@ -2,6 +2,7 @@
 //
 // The schemas are defined in Python; loading the library (torch.ops.load_library) registers these implementations:
 //   fwd(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor out, Tensor lse)
+//   fwd.output(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None) -> Tensor out
 //   bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, float softmax_scale, bool causal,
 //       bool deterministic) -> (Tensor dq, Tensor dk, Tensor dv)
 //   fwd_general(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q,
@@ -17,6 +18,10 @@
 //       Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, Tensor? sink, SymInt max_seqlen_q,
 //       SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk,
 //       float softcap, int sm_margin) -> (Tensor out, Tensor lse)
+//   fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
+//       bool causal=False, float? softmax_scale=None) -> Tensor out
+// An overload `output` is the call that is usual in inference: what it leaves out costs the host more time than the rest.
+// Its scale, if not given, is 1 / sqrt(D).
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
 // dtype, fp16 or bf16; of fwd_fp8, q, k and v are e4m3, out is bf16, and descales are fp32 (B, Hk). lse and dlse are fp32
 // (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
@@ -224,11 +229,16 @@ void set_problem(Params& params, const Problem& p) {
   params.modifiers = p.modifiers;
 }
 
-// The forward's results while they are made.
+// The forward's results while they are made: out, and lse where it is wanted.
 struct Results {
-  explicit Results(const Problem& p, int32_t dtype)
+  Results(const Problem& p, int32_t dtype, bool wants_lse)
       : out({p.q.sizes[0], p.q.sizes[1], p.heads(), p.head_dim_v()}, p.q.packed(), dtype, p.device(), p.step()),
-        lse_count(p.query_rows() * p.heads()) {
+        lse_count(p.query_rows() * p.heads()),
+        wants_lse(wants_lse) {
+    if (wants_lse) make_lse(p);
+  }
+
+  void make_lse(const Problem& p) {
     const int64_t lse_sizes[3] = {p.batch, p.heads(), p.q.sizes[1]};
     const int64_t lse_rank = p.lse_rank();
     lse = empty(lse_sizes + 3 - lse_rank, lse_rank, constants().fp32, p.device());
@@ -238,23 +248,24 @@ struct Results {
   void set(FwdParams& params, const Problem& p, const Kernel& kernel, CUstream stream) const {
     set_problem(params, p);
     params.out = out.data();
-    params.lse = static_cast<float*>(data_of(lse));
+    params.lse = lse ? static_cast<float*>(data_of(lse)) : nullptr;
     params.out_stride = out.strides();
     if (p.clear_queries) {
       out.zero();
-      fill_minus_infinity(kernel, params.lse, lse_count, stream);
+      if (lse) fill_minus_infinity(kernel, params.lse, lse_count, stream);
     }
   }
 
-  // Puts out and lse where the results go.
+  // Puts out, and lse if it is wanted, where the results go.
   void give(StableIValue* stack) {
     Tensor result = out.take();
     stack[0] = box(result);
-    stack[1] = box(lse);
+    if (wants_lse) stack[1] = box(lse);
   }
 
   Output out;
   int64_t lse_count;
+  bool wants_lse;
   Tensor lse;
 };
 
@@ -267,10 +278,12 @@ void set_inputs(FwdParams& params, const Input& q, const Input& k, const Input& 
   params.v_stride = v.strides();
 }
 
-void forward(const Problem& p, StableIValue* stack) {
-  Results results(p, p.dtype());
+void forward(const Problem& p, bool wants_lse, StableIValue* stack) {
+  Results results(p, p.dtype(), wants_lse);
   if (results.lse_count > 0) {
     const Kernel& kernel = kernel_for(Op::fwd, p, preference_of(p));
+    // The other family's kernels, which small problems get, can do without.
+    if (!wants_lse && kernel.tensor_maps) results.make_lse(p);
     const Input q(p.q), k(p.k), v(p.v);
     const CUstream stream = current_stream(p.device());
     FwdParams params;
@@ -296,8 +309,8 @@ struct Descales {
   Descale q, k, v;
 };
 
-void forward_fp8(const Problem& p, const Descales& descales, StableIValue* stack) {
-  Results results(p, constants().bf16);
+void forward_fp8(const Problem& p, const Descales& descales, bool wants_lse, StableIValue* stack) {
+  Results results(p, constants().bf16, wants_lse);
   if (results.lse_count > 0) {
     const Kernel& kernel = kernel_for(Op::fwd, p, Preference::throughput);
     Input q(p.q), k(p.k);
@@ -310,10 +323,13 @@ void forward_fp8(const Problem& p, const Descales& descales, StableIValue* stack
     params.q_descale = descales.q;
     params.k_descale = descales.k;
     params.v_descale = descales.v;
-    // Freed right after the launch, as the backward's.
-    const int64_t workspace_size[1] = {fp8_workspace(kernel, params, p.k.sizes[1])};
+    // Freed right after the launch, as the backward's. The log-sum-exp that nobody wants lies before the values.
+    const int64_t lse_bytes = wants_lse ? 0 : padded(results.lse_count * 4, 128);
+    const int64_t workspace_size[1] = {lse_bytes + fp8_workspace(kernel, params, p.k.sizes[1])};
     const Tensor workspace = empty(workspace_size, 1, constants().e4m3, p.device());
-    params.v_tiles = data_of(workspace);
+    unsigned char* const memory = static_cast<unsigned char*>(data_of(workspace));
+    if (!wants_lse) fwd.lse = reinterpret_cast<float*>(memory);
+    params.v_tiles = memory + lse_bytes;
     if (!launch_fwd_fp8(kernel, params, p.k.sizes[1], p.sm_margin, stream)) {
       // Strides that have no tensor map, such as those of an expanded tensor. No other family has FP8.
       q.copy(p.q);
@@ -409,7 +425,28 @@ void fwd(StableIValue* stack, uint64_t, uint64_t) {
 
   Problem problem;
   read_plain(problem, q, k, v, softmax_scale, causal);
-  forward(problem, stack);
+  forward(problem, true, stack);
+}
+
+// What is left to do of a call that Python has not looked at: what Python refuses, and the scale, 0 if none is given.
+void complete_output_call(Problem& p) {
+  if (p.heads_kv() == 0) fail("k has no heads.");
+  if (p.softmax_scale == 0) p.softmax_scale = usual_scale(p.q);
+}
+
+void fwd_output(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const bool causal = arguments.boolean();
+  double softmax_scale = 0;
+  arguments.optional_real(&softmax_scale);
+
+  Problem problem;
+  read_plain(problem, q, k, v, softmax_scale, causal);
+  complete_output_call(problem);
+  forward(problem, false, stack);
 }
 
 void fwd_general(StableIValue* stack, uint64_t, uint64_t) {
@@ -423,7 +460,14 @@ void fwd_general(StableIValue* stack, uint64_t, uint64_t) {
   if (options.block_table) fail("block_table: the forward operator has no paging; use the operator for KV caches.");
   Problem problem;
   read_general(problem, q, k, v, options);
-  forward(problem, stack);
+  forward(problem, true, stack);
+}
+
+Descales read_descales(const Problem& p, const Tensor& q_descale, const Tensor& k_descale, const Tensor& v_descale) {
+  const auto read = [&p](const char* name, const Tensor& descale) {
+    return read_descale(name, descale, p.q.argument, p.batch, p.heads_kv());
+  };
+  return {read("q_descale", q_descale), read("k_descale", k_descale), read("v_descale", v_descale)};
 }
 
 void fwd_fp8(StableIValue* stack, uint64_t, uint64_t) {
@@ -453,11 +497,25 @@ void fwd_fp8(StableIValue* stack, uint64_t, uint64_t) {
 
   Problem problem;
   read_general(problem, q, k, v, options, true);
-  const Argument& first = problem.q.argument;
-  const Descales descales = {read_descale("q_descale", q_descale, first, problem.batch, problem.heads_kv()),
-                             read_descale("k_descale", k_descale, first, problem.batch, problem.heads_kv()),
-                             read_descale("v_descale", v_descale, first, problem.batch, problem.heads_kv())};
-  forward_fp8(problem, descales, stack);
+  forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), true, stack);
+}
+
+void fwd_fp8_output(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const Tensor q_descale = arguments.optional_tensor();
+  const Tensor k_descale = arguments.optional_tensor();
+  const Tensor v_descale = arguments.optional_tensor();
+  Options options;
+  options.scores.causal = arguments.boolean();
+  arguments.optional_real(&options.softmax_scale);
+
+  Problem problem;
+  read_general(problem, q, k, v, options, true);
+  complete_output_call(problem);
+  forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), false, stack);
 }
 
 void bwd(StableIValue* stack, uint64_t, uint64_t) {
@@ -528,12 +586,16 @@ class Registration {
   Registration() {
     if (aoti_torch_library_init_impl("flash_attn", "CUDA", "flash_attn/torch_binding.cpp", 0, &library_) != 0) return;
     torch_library_impl(library_, "fwd", &fwd, kTorchTargetVersion);
+    torch_library_impl(library_, "fwd.output", &fwd_output, kTorchTargetVersion);
     torch_library_impl(library_, "bwd", &bwd, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_general", &fwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_fp8", &fwd_fp8, kTorchTargetVersion);
+    torch_library_impl(library_, "fwd_fp8.output", &fwd_fp8_output, kTorchTargetVersion);
     torch_library_impl(library_, "decode", &decode, kTorchTargetVersion);
+    torch_library_impl(library_, "decode.output", &decode_output, kTorchTargetVersion);
     torch_library_impl(library_, "kvcache", &kvcache, kTorchTargetVersion);
+    torch_library_impl(library_, "kvcache.output", &kvcache_output, kTorchTargetVersion);
     torch_library_impl(library_, "rotary", &rotary, kTorchTargetVersion);
     torch_library_impl(library_, "append", &append, kTorchTargetVersion);
   }

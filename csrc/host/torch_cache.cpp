@@ -4,6 +4,9 @@
 //       -> (Tensor out, Tensor lse)
 //   kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin,
 //       bool interleaved, OPTIONS) -> (Tensor out, Tensor lse): append and decode in one
+//   decode.output(Tensor q, Tensor k_cache, Tensor v_cache, USUAL) -> Tensor out
+//   kvcache.output(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin,
+//       bool interleaved, USUAL) -> Tensor out
 //   rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, SymInt offset,
 //       Tensor? cu_seqlens, SymInt max_seqlen, bool interleaved, bool conjugate) -> ()
 //   append(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? offsets, SymInt offset,
@@ -11,6 +14,8 @@
 // OPTIONS: float softmax_scale, bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None,
 //     int num_splits=0, int window_left=-1, int window_right=-1, Tensor? leftpad_k=None, Tensor? cache_batch_idx=None,
 //     Tensor? alibi_slopes=None, Tensor? sink=None, int attention_chunk=0, float softcap=0.0
+// USUAL: bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, float? softmax_scale=None
+// The overloads `output` are the calls that are usual in inference; their scale, if not given, is 1 / sqrt(D).
 #include "host/torch_cache.h"
 
 #include "host/dispatch.h"
@@ -114,7 +119,17 @@ struct Options {
   int64_t seqlen_k = 0;  // without seqlens_k, the length of every cache; negative: the capacity
   double softmax_scale = 0, softcap = 0;
   bool causal = false;
-  int64_t window_left = 0, window_right = 0, chunk = 0, num_splits = 0;
+  bool without_scale = false;  // none is given
+  int64_t window_left = -1, window_right = -1, chunk = 0, num_splits = 0;
+
+  void read_usual(Arguments& arguments) {
+    causal = arguments.boolean();
+    seqlens_k = arguments.optional_tensor();
+    seqlen_k = arguments.integer();
+    block_table = arguments.optional_tensor();
+    arguments.optional_real(&softmax_scale);
+    without_scale = softmax_scale == 0;
+  }
 
   void read(Arguments& arguments) {
     softmax_scale = arguments.real();
@@ -221,7 +236,7 @@ void read_problem(Problem& problem, const Rows& q, const Cache& k_cache, const C
   params.seqlen_k = static_cast<int>(seqlen_k);
   params.head_dim = static_cast<int>(padded(q.sizes[3]));
   params.head_dim_v = static_cast<int>(padded(v.sizes[3]));
-  params.scale = static_cast<float>(options.softmax_scale);
+  params.scale = static_cast<float>(options.without_scale ? usual_scale(q) : options.softmax_scale);
   if (params.lse_count == 0) return;
 
   KernelQuery query = {};
@@ -235,10 +250,11 @@ void read_problem(Problem& problem, const Rows& q, const Cache& k_cache, const C
   params.splits = decode_splits(*problem.kernel, params, options.num_splits);
 }
 
-// out and lse of a problem.
+// out of a problem, and lse where it is wanted.
 struct Results {
-  Results(const Problem& problem, const Argument& q)
+  Results(const Problem& problem, const Argument& q, bool wants_lse)
       : out(problem.out_sizes, problem.packed, q.dtype, q.device) {
+    if (!wants_lse) return;
     const DecodeParams& params = problem.params;
     const int64_t sizes[3] = {params.batch, params.heads, params.lse_head_stride};
     lse = problem.packed ? empty(sizes + 1, 2, constants().fp32, q.device) : empty(sizes, 3, constants().fp32, q.device);
@@ -246,14 +262,19 @@ struct Results {
   void put(StableIValue* stack) {
     Tensor result = out.take();
     stack[0] = box(result);
-    stack[1] = box(lse);
+    if (lse) stack[1] = box(lse);
   }
 
   Output out;
   Tensor lse;
 };
 
-// Launches; `partial` holds partial_floats() floats.
+// Floats that attend() works in: the splits' results, and the log-sum-exp that nobody takes.
+int64_t workspace_floats(const Problem& problem, const Results& results) {
+  return problem.partial_floats() + (results.lse ? 0 : problem.params.lse_count);
+}
+
+// Launches; `partial` holds workspace_floats() floats.
 void attend(Problem& problem, const void* q, const Strides& q_stride, float* partial, const Results& results, CUstream stream,
             bool after_rotary) {
   DecodeParams& params = problem.params;
@@ -261,7 +282,7 @@ void attend(Problem& problem, const void* q, const Strides& q_stride, float* par
   params.q_stride = q_stride;
   params.out = results.out.data();
   params.out_stride = results.out.strides();
-  params.lse = static_cast<float*>(data_of(results.lse));
+  params.lse = results.lse ? static_cast<float*>(data_of(results.lse)) : partial + problem.partial_floats();
   if (params.splits > 1) {
     params.partial_out = partial;
     params.partial_lse = partial + params.splits * params.lse_count * params.head_dim_v;
@@ -275,32 +296,41 @@ Tensor workspace(int64_t count, int32_t device) {
   return count > 0 ? empty(sizes, 1, constants().fp32, device) : Tensor();
 }
 
-}  // namespace
-
-void decode(StableIValue* stack, uint64_t, uint64_t) {
+void run_decode(StableIValue* stack, bool output) {
   Arguments arguments(stack);
   const Tensor q_tensor = arguments.tensor();
   const Tensor k_tensor = arguments.tensor();
   const Tensor v_tensor = arguments.tensor();
   Options options;
-  options.read(arguments);
-  const Tensor cu_seqlens_q = arguments.optional_tensor();
-  const int64_t max_seqlen_q = arguments.integer();
+  Tensor cu_seqlens_q;
+  int64_t max_seqlen_q = 0;
+  if (output) {
+    options.read_usual(arguments);
+  } else {
+    options.read(arguments);
+    cu_seqlens_q = arguments.optional_tensor();
+    max_seqlen_q = arguments.integer();
+  }
 
   const Rows q = read_rows("q", q_tensor, static_cast<bool>(cu_seqlens_q));
   const Cache k_cache("k_cache", k_tensor, q.argument, false);
   const Cache v_cache("v_cache", v_tensor, q.argument, false);
   Problem problem;
   read_problem(problem, q, k_cache, v_cache, cu_seqlens_q, max_seqlen_q, options, 0);
-  Results results(problem, q.argument);
+  Results results(problem, q.argument, !output);
   if (problem.kernel != nullptr) {
     const Input q_input(q);
-    const Tensor memory = workspace(problem.partial_floats(), q.argument.device);
+    const Tensor memory = workspace(workspace_floats(problem, results), q.argument.device);
     float* const partial = memory ? static_cast<float*>(data_of(memory)) : nullptr;
     attend(problem, q_input.data(), q_input.strides(), partial, results, current_stream(q.argument.device), false);
   }
   results.put(stack);
 }
+
+}  // namespace
+
+void decode(StableIValue* stack, uint64_t, uint64_t) { run_decode(stack, false); }
+void decode_output(StableIValue* stack, uint64_t, uint64_t) { run_decode(stack, true); }
 
 namespace {
 
@@ -513,7 +543,9 @@ void append(StableIValue* stack, uint64_t, uint64_t) {
   v_cache.finish();
 }
 
-void kvcache(StableIValue* stack, uint64_t, uint64_t) {
+namespace {
+
+void run_kvcache(StableIValue* stack, bool output) {
   Arguments arguments(stack);
   const Tensor q_tensor = arguments.tensor();
   const Tensor k_cache_tensor = arguments.tensor();
@@ -524,7 +556,11 @@ void kvcache(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor sin = arguments.optional_tensor();
   const bool interleaved = arguments.boolean();
   Options options;
-  options.read(arguments);
+  if (output) {
+    options.read_usual(arguments);
+  } else {
+    options.read(arguments);
+  }
 
   // All is checked, and every kernel at hand, before anything is launched.
   const Rows q = read_rows("q", q_tensor, false);
@@ -537,12 +573,12 @@ void kvcache(StableIValue* stack, uint64_t, uint64_t) {
   rows.rotate(cos, sin, interleaved, same_position ? 1 : q.sizes[1]);
   Problem problem;
   read_problem(problem, q, k_cache, v_cache, Tensor(), 0, options, rows.count());
-  Results results(problem, q.argument);
+  Results results(problem, q.argument, !output);
   const Input q_input(q);
   // A rotated q, contiguous, and then the partial results.
   const int64_t q_row = q.sizes[2] * padded(q.sizes[3]);
   const int64_t q_floats = rows.rotates() ? q.sizes[0] * q.sizes[1] * q_row / 2 : 0;
-  const Tensor memory = workspace(q_floats + problem.partial_floats(), q.argument.device);
+  const Tensor memory = workspace(q_floats + workspace_floats(problem, results), q.argument.device);
   float* const floats = memory ? static_cast<float*>(data_of(memory)) : nullptr;
   const CUstream stream = current_stream(q.argument.device);
   const Strides rotated = {q.sizes[1] * q_row, q_row, padded(q.sizes[3])};
@@ -555,5 +591,10 @@ void kvcache(StableIValue* stack, uint64_t, uint64_t) {
   v_cache.finish();
   results.put(stack);
 }
+
+}  // namespace
+
+void kvcache(StableIValue* stack, uint64_t, uint64_t) { run_kvcache(stack, false); }
+void kvcache_output(StableIValue* stack, uint64_t, uint64_t) { run_kvcache(stack, true); }
 
 }  // namespace flash_attn

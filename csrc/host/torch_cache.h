@@ -8,7 +8,9 @@
 namespace flash_attn {
 
 void decode(StableIValue* stack, uint64_t, uint64_t);
+void decode_output(StableIValue* stack, uint64_t, uint64_t);
 void kvcache(StableIValue* stack, uint64_t, uint64_t);
+void kvcache_output(StableIValue* stack, uint64_t, uint64_t);
 void rotary(StableIValue* stack, uint64_t, uint64_t);
 void append(StableIValue* stack, uint64_t, uint64_t);
 

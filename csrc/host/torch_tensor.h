@@ -72,6 +72,13 @@ class Arguments {
     return tensor;
   }
   double real() { return read<double>(next_++); }
+  // Leaves `value` alone where there is none.
+  void optional_real(double* value) {
+    StableIValue* const inner = read<StableIValue*>(next_++);
+    if (inner == nullptr) return;
+    *value = read<double>(inner);
+    delete inner;
+  }
   int64_t integer() { return read<int64_t>(next_++); }
   bool boolean() { return read<bool>(next_++); }
 
@@ -162,6 +169,9 @@ Rows read_rows(const char* name, const Tensor& tensor, bool packed);
 
 // Throws unless `rows` has exactly these sizes; the first is left out of the message of packed ones.
 void check_rows(const Rows& rows, const int64_t (&expected)[4]);
+
+// The scale of scores where none is given. In float32 it is what Python's head_dim ** -0.5 is, for every head dim of a kernel.
+inline double usual_scale(const Rows& q) { return 1 / __builtin_sqrt(static_cast<double>(q.sizes[3])); }
 
 CUstream current_stream(int32_t device);
 

@@ -6,7 +6,7 @@ import torch._dynamo.testing
 from torch.utils.checkpoint import checkpoint
 
 import flash_attn
-from flash_attn import _ops, _ops_cache, _ops_general, flash_attn_func
+from flash_attn import _ops, _ops_cache, _ops_fp8, _ops_general, flash_attn_func
 from flash_attn.layers.rotary import apply_rotary_emb
 
 
@@ -329,3 +329,38 @@ def test_function_transforms_are_refused(options):
 def test_public_names():
     assert set(flash_attn.__all__) >= {"__version__", "flash_attn_func", "supported"}
     assert all(hasattr(flash_attn, name) for name in flash_attn.__all__)
+
+
+def outputs():
+    """Each overload ``output`` with its arguments, the operator that it is the first result of, and that one's."""
+    torch.manual_seed(0)
+    q, k, v = tensors(torch.float16, requires_grad=False, seqlen=9)
+    new, angles = torch.randn(2, 2, 2, 16).half(), torch.randn(9, 4)
+    lengths, scale = torch.tensor([3, 5], dtype=torch.int32), 16**-0.5
+    cache, rotary = (q, k, v), (new, new, angles.cos(), angles.sin(), True)
+    small, ones = [x.to(torch.float8_e4m3fn) for x in (q, k, v)], [torch.rand(2, 2) for _ in range(3)]
+    options = (None,) * 6 + (9, 9, scale, True, -1, -1, 0, 0.0, 0)
+    return [
+        (_ops.FWD_OUTPUT, (q, k, v, True), _ops.FWD, (q, k, v, scale, True)),
+        (_ops.FWD_OUTPUT, (q, k, v, False, 0.3), _ops.FWD, (q, k, v, 0.3, False)),
+        (_ops_cache.DECODE_OUTPUT, (*cache, True, lengths), _ops_cache.DECODE, (*cache, scale, True, lengths)),
+        (_ops_cache.DECODE_OUTPUT, (*cache, False, None, 4), _ops_cache.DECODE, (*cache, scale, False, None, 4)),
+        (
+            _ops_cache.KVCACHE_OUTPUT,
+            (*cache, *rotary, True, lengths, -1, None, 0.3),
+            _ops_cache.KVCACHE,
+            (*cache, *rotary, 0.3, True, lengths),
+        ),
+        (_ops_fp8.FWD_FP8_OUTPUT, (*small, *ones, True), _ops_fp8.FWD_FP8, (*small, *ones, *options)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(outputs())))
+def test_output_alone(number):
+    output, arguments, operator, its_arguments = outputs()[number]
+    assert torch.equal(output(*arguments), operator(*its_arguments)[0])
+    assert torch.equal(_ops.direct(output)(*arguments), operator(*its_arguments)[0])
+    if arguments[0].dtype is not torch.float8_e4m3fn:  # which opcheck has no arithmetic for
+        torch.library.opcheck(output, arguments)
+    with pytest.raises(ValueError, match="q is on cpu, and another tensor on meta"):
+        output(arguments[0], arguments[1].to("meta"), *arguments[2:])

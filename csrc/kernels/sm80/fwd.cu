@@ -409,7 +409,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
       }
       const int row = (warp * kRowTiles + i) * 16 + half * 8 + lane / 4;
       const float inverse = sum == 0.0f ? 0.0f : factor * keep_scale / sum;
-      if (lane % 4 == 0 && row < rows) {
+      if (lane % 4 == 0 && row < rows && p.lse != nullptr) {
         lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (row_max + ptx::log2(sum)) * kLn2;
       }
 #pragma unroll

@@ -192,7 +192,7 @@ void attend(const Head<FwdParams>& head, const QueryRows& q, const KeyRows& k, c
       for (int d = 0; d < p.head_dim_v; ++d) row[static_cast<size_t>(d)] += weight * kept * v.at(j, d);
     }
     for (int d = 0; d < p.head_dim_v; ++d) out.set(i, d, sum > 0 ? row[static_cast<size_t>(d)] / sum : 0.f);
-    p.lse[head.lse_index(i)] = max + std::log(sum);
+    if (p.lse != nullptr) p.lse[head.lse_index(i)] = max + std::log(sum);
   }
 }
 

@@ -20,6 +20,7 @@ import torch_cache_cases
 import torch_family_cases
 import torch_fp8_cases
 import torch_general_cases
+import torch_output_cases
 import torch_rotary_cases
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -299,7 +300,14 @@ def case_reason_of_torch_is_told() -> None:
 
 def main() -> None:
     answers = {}
-    files = (torch_cache_cases, torch_family_cases, torch_fp8_cases, torch_general_cases, torch_rotary_cases)
+    files = (
+        torch_cache_cases,
+        torch_family_cases,
+        torch_fp8_cases,
+        torch_general_cases,
+        torch_output_cases,
+        torch_rotary_cases,
+    )
     everything = {name: case for file in files for name, case in vars(file).items()}
     for name, case in {**everything, **globals()}.items():
         if name in sys.argv[2:] or (name.startswith("case_") and len(sys.argv) == 2):

@@ -59,6 +59,17 @@ _LIB.define(
     "rotary(Tensor source, Tensor(a!) destination, Tensor cos, Tensor sin, Tensor? offsets, SymInt offset, "
     "Tensor? cu_seqlens, SymInt max_seqlen, bool interleaved, bool conjugate) -> ()"
 )
+_USUAL = "bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, float? softmax_scale=None"
+_LIB.define("fwd.output(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None) -> Tensor")
+_LIB.define(
+    "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
+    "bool causal=False, float? softmax_scale=None) -> Tensor"
+)
+_LIB.define(f"decode.output(Tensor q, Tensor k_cache, Tensor v_cache, {_USUAL}) -> Tensor")
+_LIB.define(
+    "kvcache.output(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin, "
+    f"bool interleaved, {_USUAL}) -> Tensor"
+)
 torch.ops.load_library(sys.argv[1])
 FWD = torch.ops.flash_attn.fwd.default
 BWD = torch.ops.flash_attn.bwd.default
@@ -69,6 +80,10 @@ DECODE = torch.ops.flash_attn.decode.default
 KVCACHE = torch.ops.flash_attn.kvcache.default
 APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default
+FWD_OUTPUT = torch.ops.flash_attn.fwd.output
+FWD_FP8_OUTPUT = torch.ops.flash_attn.fwd_fp8.output
+DECODE_OUTPUT = torch.ops.flash_attn.decode.output
+KVCACHE_OUTPUT = torch.ops.flash_attn.kvcache.output
 _COUNTER = ctypes.CDLL(None)
 
 

@@ -1,0 +1,138 @@
+"""Cases of the overloads ``output``: an operator's first result alone, and what the host library checks itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_cache_cases import Decode, Update, launches, paged, slabs, updating
+from torch_fp8_cases import Case as Fp8Case
+from torch_fp8_cases import batched as fp8
+from torch_general_cases import halves, ints
+from torch_support import (
+    DECODE_OUTPUT,
+    FWD,
+    FWD_FP8_OUTPUT,
+    FWD_OUTPUT,
+    KVCACHE_OUTPUT,
+    made,
+    raises,
+)
+
+
+def one_tensor(call: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """What ``call`` gives: nothing else that it made is left."""
+    out, left = made(partial(call, *arguments))
+    assert isinstance(out, Tensor)
+    assert left <= 1, left
+    return out
+
+
+def tensors(sq: int = 9, sk: int = 13, h: int = 4, hk: int = 2, d: int = 64, dv: int | None = None) -> list[Tensor]:
+    torch.manual_seed(sq + d)
+    return [halves(2, sq, h, d), halves(2, sk, hk, d), halves(2, sk, hk, d if dv is None else dv)]
+
+
+def case_output() -> None:
+    for d in (1, 24, 36, 64, 100, 128):
+        q, k, v = tensors(d=d)
+        for causal in (False, True):
+            assert torch.equal(one_tensor(FWD_OUTPUT, q, k, v, causal), FWD(q, k, v, d**-0.5, causal)[0])
+            assert torch.equal(one_tensor(FWD_OUTPUT, q, k, v, causal, 0.3), FWD(q, k, v, 0.3, causal)[0])
+    q, k, v = tensors(dv=32)
+    assert torch.equal(one_tensor(FWD_OUTPUT, q, k, v), FWD(q, k, v, 0.125, False)[0])
+
+
+def case_output_of_nothing() -> None:
+    for sizes in ({"sq": 0}, {"sk": 0}, {"h": 0}):
+        q, k, v = tensors(**sizes)
+        assert torch.equal(one_tensor(FWD_OUTPUT, q, k, v), FWD(q, k, v, 0.125, False)[0])
+
+
+def case_output_of_each_family() -> None:
+    """The kernels of few scores are given no memory for the log-sum-exp; the others have it."""
+    for sk, family in ((1024, "sm90"), (1023, "sm80")):
+        q, k, v = halves(1, 1024, 2, 8), halves(1, sk, 1, 8), halves(1, sk, 1, 8)
+        with launches() as found:
+            out = one_tensor(FWD_OUTPUT, q, k, v, True)
+        assert [x["key"].split("-")[1] for x in found] == [family], found
+        assert torch.equal(out, FWD(q, k, v, 8**-0.5, True)[0])
+
+
+def case_output_wrong_arguments() -> None:
+    q, k, v = tensors()
+    raises(lambda: FWD_OUTPUT(q[0], k, v), "q has 3 dimensions, not 4")
+    raises(lambda: FWD_OUTPUT(q, k[:1], v), "k has shape (1, 13, 2, 64), expected (2, 13, 2, 64)")
+    raises(lambda: FWD_OUTPUT(q, k, v[:, 1:], True, 0.3), "v has shape (2, 12, 2, 64), expected (2, 13, 2, 64)")
+    raises(lambda: FWD_OUTPUT(q, k.bfloat16(), v), "k is bfloat16")
+    raises(lambda: FWD_OUTPUT(q.float(), k.float(), v.float()), "q is float32")
+    raises(lambda: FWD_OUTPUT(q[:, :, :3], k, v), "q has 3 heads", "2 heads of k and v")
+    raises(lambda: FWD_OUTPUT(q[:, :, :0], k[:, :, :0], v[:, :, :0]), "k has no heads")
+
+
+def decode_output(c: Decode, *scale: float) -> Tensor:
+    out: Tensor = DECODE_OUTPUT(c.q, c.k_cache, c.v_cache, c.causal, c.seqlens_k, c.seqlen_k, c.block_table, *scale)
+    return out
+
+
+def case_decode_output() -> None:
+    for case in (
+        slabs(softmax_scale=0.125),
+        slabs(sq=3, causal=True, seqlens_k=ints(40, 7), softmax_scale=0.125),
+        slabs(capacity=700, seqlen_k=600, softmax_scale=0.125),
+        slabs(b=0, softmax_scale=0.125),
+        paged(seqlens_k=ints(17, 3), softmax_scale=0.125),
+        slabs(d=36, dv=36, softmax_scale=36**-0.5),
+    ):
+        wanted, _ = case()
+        assert torch.equal(one_tensor(decode_output, case), wanted)
+        assert torch.equal(decode_output(case, case.softmax_scale), wanted)
+    case = slabs()
+    assert torch.equal(decode_output(case, 0.3), case()[0])
+    raises(lambda: decode_output(replace(case, q=case.q.float()), 0.3), "different dtypes")
+    raises(lambda: decode_output(replace(case, seqlens_k=ints(1))), "seqlens_k has shape (1), expected (2)")
+
+
+def kvcache_output(c: Update, *scale: float) -> Tensor:
+    out: Tensor = KVCACHE_OUTPUT(
+        c.q, c.k_cache, c.v_cache, c.k, c.v, c.cos, c.sin, c.interleaved, c.causal, c.seqlens_k, c.seqlen_k,
+        c.block_table, *scale,
+    )  # fmt: skip
+    return out
+
+
+def case_update_output() -> None:
+    """The caches are written as by the operator."""
+    for rotates in (0, 16):
+        case = updating(seqlens_k=ints(0, 11), causal=True, rotates=rotates, softmax_scale=0.125)
+        other = replace(case, k_cache=case.k_cache.clone(), v_cache=case.v_cache.clone())
+        wanted, _ = case()
+        assert torch.equal(one_tensor(kvcache_output, other), wanted)
+        assert torch.equal(other.k_cache, case.k_cache)
+        assert torch.equal(other.v_cache, case.v_cache)
+        assert torch.equal(kvcache_output(other, 0.125), wanted)
+    raises(lambda: kvcache_output(replace(case, seqlens_k=None)), "k is given, but neither seqlens_k nor seqlen_k")
+
+
+def fp8_output(c: Fp8Case, *options: Any) -> Tensor:
+    out: Tensor = FWD_FP8_OUTPUT(c.q, c.k, c.v, *c.descales, *options)
+    return out
+
+
+def case_fp8_output() -> None:
+    for causal in (False, True):
+        case = fp8(causal=causal, softmax_scale=0.125)
+        wanted, _ = case.forward()
+        assert torch.equal(one_tensor(fp8_output, case, causal), wanted)
+        assert torch.equal(fp8_output(case, causal, 0.125), wanted)
+        plain = replace(case, descales=[None, None, None])
+        assert torch.equal(fp8_output(plain, causal), plain.forward()[0])
+    case = fp8(sq=0)
+    assert torch.equal(fp8_output(case), case.forward()[0])
+    case = fp8()
+    raises(lambda: fp8_output(replace(case, q=case.q.half())), "different dtypes")
+    raises(lambda: fp8_output(replace(case, descales=[torch.ones(2, 3), None, None])), "q_descale has shape (2, 3)")
