@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference_general
-from ._ops import LIB, define, define_joined, register_cpu
+from ._ops import LIB, define, define_joined, register_cpu, register_output, usual_scale
 from .errors import UnsupportedFeatureError
 from .problem import Problem, sink_gradient
 from .reference import lse_dtype
@@ -30,6 +30,7 @@ __all__ = [
     "ATTENTION_PACKED",
     "BWD_GENERAL",
     "FWD_GENERAL",
+    "FWD_GENERAL_OUTPUT",
     "apply_attention_general",
     "apply_attention_packed",
     "backward_of",
@@ -51,11 +52,16 @@ define(
     "-> (Tensor out, Tensor lse)"
 )
 define(
+    "fwd_general.output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, bool causal=False, float? softmax_scale=None) -> Tensor"
+)
+define(
     "bwd_general(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor(a!) dq, "
     f"Tensor(b!) dk, Tensor(c!) dv, {_SEQUENCES}{_TENSORS}{_VALUES}, bool deterministic) -> ()"
 )
 
 FWD_GENERAL = torch.ops.flash_attn.fwd_general.default
+FWD_GENERAL_OUTPUT = torch.ops.flash_attn.fwd_general.output
 BWD_GENERAL = torch.ops.flash_attn.bwd_general.default
 
 
@@ -144,7 +150,30 @@ def _fake_backward(*_: object) -> None:
     return None
 
 
+def _output_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    p = Problem(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=usual_scale(q, softmax_scale),
+        causal=causal,
+    )
+    return reference_general.forward(q, k, v, p)
+
+
 register_cpu("fwd_general", _cpu_forward)
+register_output("fwd_general", _output_forward, _fake_forward)
 register_cpu("bwd_general", _cpu_backward)
 torch.library.register_fake("flash_attn::fwd_general", _fake_forward, lib=LIB)
 torch.library.register_fake("flash_attn::bwd_general", _fake_backward, lib=LIB)

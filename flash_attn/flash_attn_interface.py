@@ -17,6 +17,7 @@ from torch.compiler import is_compiling
 
 from ._ops import ATTENTION, FWD, FWD_OUTPUT, apply_attention, direct
 from ._ops_fp8 import FWD_FP8_OUTPUT
+from ._ops_general import FWD_GENERAL_OUTPUT
 from .attend import Request, Result, attend, attend_packed
 from .checks import FP8, KERNEL_DTYPES, MAX_HEAD_DIM, check_qkv, scale_of
 from .errors import ArgumentError
@@ -45,6 +46,7 @@ __all__ = [
 
 _NO_WINDOW = (-1, -1)
 _FWD_OUTPUT: Callable[..., Tensor] = direct(FWD_OUTPUT)
+_FWD_GENERAL_OUTPUT: Callable[..., Tensor] = direct(FWD_GENERAL_OUTPUT)
 _FWD_FP8_OUTPUT: Callable[..., Tensor] = direct(FWD_FP8_OUTPUT)
 
 
@@ -395,6 +397,29 @@ def flash_attn_varlen_func(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         name = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         raise ArgumentError(f"{name} must be a torch.Tensor, got NoneType.")
+    # As in flash_attn_func.
+    if (
+        type(q) is Tensor
+        and q.is_cuda
+        and dropout_p == 0.0
+        and softcap == 0.0
+        and window_size == _NO_WINDOW
+        and attention_chunk == 0
+        and sm_margin == 0
+        and alibi_slopes is block_table is learnable_sink is qv is seqused_q is seqused_k is leftpad_k is None
+        and q_descale is k_descale is v_descale is None
+        and type(max_seqlen_q) is type(max_seqlen_k) is int
+        and not (return_lse or return_attn_probs)
+        and (softmax_scale is None or (type(softmax_scale) is float and softmax_scale > 0.0))
+        and not is_compiling()
+    ):
+        try:
+            if not (is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+                return _FWD_GENERAL_OUTPUT(
+                    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale
+                )
+        except (AttributeError, RuntimeError, TypeError, ValueError):
+            pass
     request = Request(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,

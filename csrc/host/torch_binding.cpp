@@ -9,6 +9,8 @@
 //       Tensor? seqused_k, Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state,
 //       SymInt max_seqlen_q, SymInt max_seqlen_k, float softmax_scale, bool causal, int window_left, int window_right,
 //       int attention_chunk, float softcap, float dropout_p, int sm_margin) -> (Tensor out, Tensor lse)
+//   fwd_general.output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q,
+//       SymInt max_seqlen_k, bool causal=False, float? softmax_scale=None) -> Tensor out
 //   bwd_general(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, Tensor(a!) dq,
 //       Tensor(b!) dk, Tensor(c!) dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,
 //       Tensor? leftpad_k, Tensor? alibi_slopes, Tensor? sink, Tensor? rng_state, SymInt max_seqlen_q,
@@ -463,6 +465,25 @@ void fwd_general(StableIValue* stack, uint64_t, uint64_t) {
   forward(problem, true, stack);
 }
 
+void fwd_general_output(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  Options options;
+  options.cu_seqlens_q = arguments.tensor();
+  options.cu_seqlens_k = arguments.tensor();
+  options.max_seqlen_q = arguments.integer();
+  options.max_seqlen_k = arguments.integer();
+  options.scores.causal = arguments.boolean();
+  arguments.optional_real(&options.softmax_scale);
+
+  Problem problem;
+  read_general(problem, q, k, v, options);
+  complete_output_call(problem);
+  forward(problem, false, stack);
+}
+
 Descales read_descales(const Problem& p, const Tensor& q_descale, const Tensor& k_descale, const Tensor& v_descale) {
   const auto read = [&p](const char* name, const Tensor& descale) {
     return read_descale(name, descale, p.q.argument, p.batch, p.heads_kv());
@@ -589,6 +610,7 @@ class Registration {
     torch_library_impl(library_, "fwd.output", &fwd_output, kTorchTargetVersion);
     torch_library_impl(library_, "bwd", &bwd, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_general", &fwd_general, kTorchTargetVersion);
+    torch_library_impl(library_, "fwd_general.output", &fwd_general_output, kTorchTargetVersion);
     torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_fp8", &fwd_fp8, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_fp8.output", &fwd_fp8_output, kTorchTargetVersion);

@@ -338,11 +338,18 @@ def outputs():
     new, angles = torch.randn(2, 2, 2, 16).half(), torch.randn(9, 4)
     lengths, scale = torch.tensor([3, 5], dtype=torch.int32), 16**-0.5
     cache, rotary = (q, k, v), (new, new, angles.cos(), angles.sin(), True)
+    packed, bounds = [x[0] for x in (q, k, v)], torch.tensor([0, 3, 9], dtype=torch.int32)
     small, ones = [x.to(torch.float8_e4m3fn) for x in (q, k, v)], [torch.rand(2, 2) for _ in range(3)]
     options = (None,) * 6 + (9, 9, scale, True, -1, -1, 0, 0.0, 0)
     return [
         (_ops.FWD_OUTPUT, (q, k, v, True), _ops.FWD, (q, k, v, scale, True)),
         (_ops.FWD_OUTPUT, (q, k, v, False, 0.3), _ops.FWD, (q, k, v, 0.3, False)),
+        (
+            _ops_general.FWD_GENERAL_OUTPUT,
+            (*packed, bounds, bounds, 6, 6, True),
+            _ops_general.FWD_GENERAL,
+            (*packed, bounds, bounds, *(None,) * 7, 6, 6, scale, True, -1, -1, 0, 0.0, 0.0, 0),
+        ),
         (_ops_cache.DECODE_OUTPUT, (*cache, True, lengths), _ops_cache.DECODE, (*cache, scale, True, lengths)),
         (_ops_cache.DECODE_OUTPUT, (*cache, False, None, 4), _ops_cache.DECODE, (*cache, scale, False, None, 4)),
         (

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch_cache_cases import Decode, Update, launches, paged, slabs, updating
 from torch_fp8_cases import Case as Fp8Case
 from torch_fp8_cases import batched as fp8
-from torch_general_cases import halves, ints
+from torch_general_cases import halves, ints, packed
 from torch_support import (
     DECODE_OUTPUT,
     FWD,
     FWD_FP8_OUTPUT,
+    FWD_GENERAL_OUTPUT,
     FWD_OUTPUT,
     KVCACHE_OUTPUT,
     made,
@@ -72,6 +73,23 @@ def case_output_wrong_arguments() -> None:
     raises(lambda: FWD_OUTPUT(q.float(), k.float(), v.float()), "q is float32")
     raises(lambda: FWD_OUTPUT(q[:, :, :3], k, v), "q has 3 heads", "2 heads of k and v")
     raises(lambda: FWD_OUTPUT(q[:, :, :0], k[:, :, :0], v[:, :, :0]), "k has no heads")
+
+
+def case_output_of_packed_sequences() -> None:
+    for lengths_q, lengths_k in (([5, 0, 70], [9, 3, 70]), ([1024], [1024]), ([0], [0])):
+        case = packed(lengths_q, lengths_k, causal=True, softmax_scale=0.125)
+        o = case.options
+        arguments = (case.q, case.k, case.v, o.cu_seqlens_q, o.cu_seqlens_k, o.max_seqlen_q, o.max_seqlen_k, True)
+        wanted, _ = case.forward()
+        assert torch.equal(one_tensor(FWD_GENERAL_OUTPUT, *arguments), wanted)
+        assert torch.equal(FWD_GENERAL_OUTPUT(*arguments, 0.125), wanted)
+    q, k, v, starts_q, starts_k = arguments[:5]
+    raises(
+        lambda: FWD_GENERAL_OUTPUT(q, k, v, starts_q, starts_k[:1], 1, 1), "cu_seqlens_k has shape (1), expected (2)"
+    )
+    raises(lambda: FWD_GENERAL_OUTPUT(q, k, v, starts_q, starts_k, -1, 1), "max_seqlen_q is -1")
+    raises(lambda: FWD_GENERAL_OUTPUT(q, k, v, starts_q.long(), starts_k, 1, 1), "cu_seqlens_q is int64")
+    raises(lambda: FWD_GENERAL_OUTPUT(q, k[:, :0], v[:, :0], starts_q, starts_k, 1, 1), "heads")
 
 
 def decode_output(c: Decode, *scale: float) -> Tensor:

@@ -62,6 +62,10 @@ _LIB.define(
 _USUAL = "bool causal, Tensor? seqlens_k=None, SymInt seqlen_k=-1, Tensor? block_table=None, float? softmax_scale=None"
 _LIB.define("fwd.output(Tensor q, Tensor k, Tensor v, bool causal=False, float? softmax_scale=None) -> Tensor")
 _LIB.define(
+    "fwd_general.output(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, bool causal=False, float? softmax_scale=None) -> Tensor"
+)
+_LIB.define(
     "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "bool causal=False, float? softmax_scale=None) -> Tensor"
 )
@@ -81,6 +85,7 @@ KVCACHE = torch.ops.flash_attn.kvcache.default
 APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default
 FWD_OUTPUT = torch.ops.flash_attn.fwd.output
+FWD_GENERAL_OUTPUT = torch.ops.flash_attn.fwd_general.output
 FWD_FP8_OUTPUT = torch.ops.flash_attn.fwd_fp8.output
 DECODE_OUTPUT = torch.ops.flash_attn.decode.output
 KVCACHE_OUTPUT = torch.ops.flash_attn.kvcache.output
