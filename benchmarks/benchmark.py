@@ -32,6 +32,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flash_attn
 import flash_attn_interface
+from flash_attn.fp8 import flash_attn_fp8_func
 
 ROOT = Path(__file__).resolve().parent.parent
 SAMPLE_MS = 5.0  # the calls between two events take about this long
@@ -164,6 +165,8 @@ def host_calls(case: Host) -> dict[str, Call]:
     one_t, k_used, v_used = (x[:, :200].transpose(1, 2) for x in (one, k_cache, v_cache))
     lengths = torch.full((1,), 200, device="cuda", dtype=torch.int32)
     cos, sin = (randn(256, 32) for _ in range(2))
+    small, ones = [x.detach().to(E4M3) for x in (q, k, v)], torch.ones(1, 2, device="cuda")
+    descales = {"q_descale": ones, "k_descale": ones, "v_descale": ones}
     varlen, decode = flash_attn.flash_attn_varlen_func, flash_attn.flash_attn_with_kvcache
     forward: dict[str, Call] = {
         OURS: lambda: flash_attn.flash_attn_func(q, k, v, causal=True),
@@ -181,6 +184,8 @@ def host_calls(case: Host) -> dict[str, Call]:
         "append-rotary": {
             OURS: lambda: decode(one, k_cache, v_cache, new_k, new_v, cos, sin, cache_seqlens=lengths, causal=True)
         },
+        "fp8": {OURS: lambda: flash_attn_interface.flash_attn_func(*small, causal=True, **descales)},
+        "fp8-func": {OURS: lambda: flash_attn_fp8_func(q, k, v, causal=True)},
     }[case.call]
 
 

@@ -106,7 +106,8 @@ def mixed_lengths(total: int, count: int) -> tuple[int, ...]:
 
 def all_cases() -> list[Case]:
     found: list[Case] = [
-        Host(call) for call in ("forward", "forward-autograd", "varlen", "decode", "append", "append-rotary")
+        Host(call)
+        for call in ("forward", "forward-autograd", "varlen", "decode", "append", "append-rotary", "fp8", "fp8-func")
     ]
     for group, head_dims in (("fwd", (64, 96, 128, 192, 256)), ("fp8", (64, 128, 256))):
         found += [Attention(group, d, c, n) for d in head_dims for c in (False, True) for n in ("1k", "4k", "16k")]
