@@ -6,6 +6,7 @@
 //     keys permuted such that an accumulator of Q K^T, packed, is an operand of P V: no shuffles.
 //   - Its accumulators keep 14 bits, so the values of one key block are summed in a fresh one and added to the output in
 //     fp32. It takes the registers of the scores: a warpgroup has no product of its own under its softmax, only others'.
+//     With head dim 128 two consumers take turns, one's softmax under the other's products, which last about as long.
 //   - The softmax is what takes the time, by its number of instructions. P is 2 to the power of score - base, where a
 //     row's base puts its largest P to 2^kHeadroom, well into the range of e4m3, and is raised when a later P may pass
 //     448. That is read off the sums of P, so that most blocks need no maximum.
@@ -26,11 +27,14 @@ constexpr int kBlockN = FA_BLOCK_N;
 constexpr int kStages = FA_STAGES;
 constexpr int kValueColumns = FA_VALUE_COLUMNS;  // of one product P V
 constexpr int kValueBuffers = FA_VALUE_BUFFERS;  // products under way at a time
+constexpr bool kTurns = FA_TURNS;  // two consumers take turns at the softmax
+constexpr bool kEarly = FA_EARLY;  // the next block's scores are begun before the last values are added
 
 constexpr int kConsumers = kBlockM / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
 static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
 static_assert(kStages <= 4, "Barriers");
+static_assert(!kTurns || kConsumers == 2);
 static_assert(kThreads == FA_WARPS * 32 && kConsumers * 64 == kBlockM && kBlockN % 32 == 0);
 
 constexpr int kScores = kBlockN / 2;  // of a thread: 2 rows, kBlockN / 4 columns
@@ -78,6 +82,7 @@ struct Barriers {
   __device__ __forceinline__ unsigned k_empty(int s) const { return base + 48 + 8 * s; }
   __device__ __forceinline__ unsigned v_full(int s) const { return base + 80 + 8 * s; }
   __device__ __forceinline__ unsigned v_empty(int s) const { return base + 112 + 8 * s; }
+  __device__ __forceinline__ unsigned zero() const { return base + 144; }  // a float
 };
 
 // The order of the tiles: heads in groups whose K and V stay in L2; in a group the longest tiles of all heads come first.
@@ -202,11 +207,13 @@ __device__ __forceinline__ unsigned long long operand(unsigned address) {
 // S = Q K^T of this warpgroup's 64 rows; not waited for.
 __device__ __forceinline__ void multiply_scores(float (&s)[kScores], unsigned q_tile, unsigned k_tile) {
   constexpr int kPanelSteps = kRowBytes / 32;
+  const unsigned long long q = operand(q_tile);
+  const unsigned long long k = operand(k_tile);
 #pragma unroll
   for (int step = 0; step < kHeadDim / 32; ++step) {
-    const unsigned column = step % kPanelSteps * 32;
-    ScoreProduct::shared(s, operand(q_tile + step / kPanelSteps * kQueryPanel + column),
-                         operand(k_tile + step / kPanelSteps * kKeyPanel + column), step > 0);
+    const int panel = step / kPanelSteps, column = step % kPanelSteps * 32;
+    ScoreProduct::shared(s, hopper::descriptor_after(q, panel * kQueryPanel + column),
+                         hopper::descriptor_after(k, panel * kKeyPanel + column), step > 0);
   }
   hopper::wgmma_commit();
 }
@@ -215,18 +222,37 @@ __device__ __forceinline__ void multiply_scores(float (&s)[kScores], unsigned q_
 __device__ __forceinline__ void multiply_values(float (&values)[kValueColumns / 2],
                                                 const unsigned (&probabilities)[kSteps][4], unsigned v_tile,
                                                 int chunk) {
+  const unsigned long long v = hopper::descriptor_core_matrices(v_tile);
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     OutputProduct::registers(values, probabilities[step],
-                             hopper::descriptor_core_matrices(v_tile + step * kValueStep + chunk * kValueColumns * 32),
-                             step > 0);
+                             hopper::descriptor_after(v, step * kValueStep + chunk * kValueColumns * 32), step > 0);
   }
   hopper::wgmma_commit();
 }
 
+// With kTurns, a consumer's turn is its softmax. Both have the same key blocks, and so as many turns. The compiler moves
+// arithmetic past a barrier, all of the softmax if it likes, unless one depends on the other: a wait ends with a zero from
+// memory, which is added to the bases of the scores, and a turn with a probability, which is more than -1.
+__device__ __forceinline__ float wait_for_turn(const Barriers& barriers, int group) {
+  if constexpr (!kTurns) return 0.0f;
+  hopper::named_sync(1 + group, 256);
+  return ptx::load_shared_float(barriers.zero());
+}
+
+__device__ __forceinline__ void give_turn(int group, float probability) {
+  asm volatile(
+      "{\n.reg .pred known;\n"
+      "setp.gtu.f32 known, %0, 0fBF800000;\n"
+      "@known barrier.cta.arrive %1, 256;\n}" ::"f"(probability),
+      "r"(2 - group)
+      : "memory");
+}
+
 // P = 2^x as operands of P V, and its sums by rows. Returns whether all of this thread's P are surely at most kLargest.
+template <bool kGiveTurn>
 __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4], float (&sum)[2],
-                                             const float (&x)[kScores]) {
+                                             const float (&x)[kScores], int group) {
   float part[2][4] = {};
 #pragma unroll
   for (int pair = 0; pair < kBlockN / 16; ++pair) {  // of 8-column groups
@@ -239,6 +265,7 @@ __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4
         part[half][i] += p[i];
       }
       probabilities[pair / 2][half + 2 * (pair % 2)] = ptx::pack_e4m3(p[0], p[1], p[2], p[3]);
+      if (kGiveTurn && pair == kBlockN / 16 - 1 && half == 1) give_turn(group, p[3]);
     }
   }
   float largest[2];
@@ -290,15 +317,16 @@ __device__ __forceinline__ void rescale(float (&out)[kOutputs], float (&row_sum)
 }
 
 // Scores to probabilities, and what there is so far to the bases they have. A block that may be masked starts from its
-// maximum; another one tries the bases as they are.
+// maximum; another one tries the bases as they are. `zero`: of wait_for_turn.
 template <bool kMasked>
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], float (&s)[kScores], float (&base)[2],
-                                        float (&row_sum)[2], float (&out)[kOutputs], float scale_log2) {
+                                        float (&row_sum)[2], float (&out)[kOutputs], float scale_log2, float zero,
+                                        int group) {
   bool unset = false;  // a row has seen no key
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     unset |= base[half] == ptx::kMinusInfinity;
-    const float subtracted = base[half] == ptx::kMinusInfinity ? 0.0f : base[half];
+    const float subtracted = (base[half] == ptx::kMinusInfinity ? 0.0f : base[half]) + zero;
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
       s[4 * j + 2 * half] = fmaf(s[4 * j + 2 * half], scale_log2, -subtracted);
@@ -306,18 +334,17 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], fl
     }
   }
   float sum[2], factor[2];
-  bool raised = false;
   if constexpr (kMasked) {
     raise_base(s, base, factor);
     rescale(out, row_sum, factor);
-    raised = true;
-  }
-  while (true) {
-    const bool fits = exponentials(probabilities, sum, s) && !unset;
-    if (raised || __all_sync(0xffffffffu, fits)) break;
-    raise_base(s, base, factor);
-    rescale(out, row_sum, factor);
-    raised = true;
+    exponentials<kTurns>(probabilities, sum, s, group);
+  } else {
+    const bool fits = exponentials<kTurns>(probabilities, sum, s, group) && !unset;
+    if (!__all_sync(0xffffffffu, fits)) {
+      raise_base(s, base, factor);
+      rescale(out, row_sum, factor);
+      exponentials<false>(probabilities, sum, s, group);
+    }
   }
   row_sum[0] += sum[0];
   row_sum[1] += sum[1];
@@ -349,7 +376,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
                                         unsigned shared_out, unsigned shared_q, unsigned shared_k, unsigned shared_v,
                                         int rounds) {
   const flash_attn::FwdParams& p = params.tma.fwd;
-  const int group = threadIdx.x / 128 - 1;
+  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // which the compiler then knows to be uniform
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
   const int warp = thread / 32;
@@ -357,6 +384,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
   hopper::Ring<kStages> k_ring, v_ring;
   int q_phase = 0;
   const int my_row = group * 64 + warp * 16 + lane / 4;
+  if (kTurns && group == 1) give_turn(group, 0.0f);
 
   for (int round = 0; round < rounds; ++round) {
     const Tile next(params.tma, round);
@@ -381,26 +409,35 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
       hopper::barrier_wait(barriers.q_full(), q_phase);
       q_phase ^= 1;
 
-      auto step = [&](int n, auto masked) {
+      float s[kScores];
+      auto begin_scores = [&]() {
+        hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
+        hopper::wgmma_fence();
+        multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
+      };
+      auto finish_scores = [&]() {
+        hopper::wgmma_wait<0>();
+        hopper::hold(s);
+        if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
+        k_ring.advance();
+      };
+      // Key block n. With kEarly its scores are there, and at the end those of the next, unless it is the last.
+      auto step = [&](int n, auto masked, auto is_last) {
         constexpr bool kMasked = decltype(masked)::value;
-        unsigned probabilities[kSteps][4];
-        {
-          float s[kScores];
-          hopper::barrier_wait(barriers.k_full(k_ring.stage), k_ring.phase);
-          hopper::wgmma_fence();
-          multiply_scores(s, q_tile, shared_k + k_ring.stage * kKeyBytes);
-          hopper::wgmma_wait<0>();
-          hopper::hold(s);
-          if (lane == 0) hopper::barrier_arrive(barriers.k_empty(k_ring.stage));
-          k_ring.advance();
-          if constexpr (kGeneral) {
-            cap(s, p.modifiers.softcap, p.scale * descale);
-            if (n >= work.full_last || n < work.full_first) apply_mask(s, work.mask, row, n * kBlockN + key);
-          } else if constexpr (kMasked) {
-            apply_mask(s, work.mask, row, n * kBlockN + key);
-          }
-          softmax<kMasked>(probabilities, s, base, row_sum, out, scale_log2);
+        constexpr bool kNext = kEarly && !decltype(is_last)::value;
+        if constexpr (!kEarly) {
+          begin_scores();
+          finish_scores();
         }
+        unsigned probabilities[kSteps][4];
+        const float zero = wait_for_turn(barriers, group);
+        if constexpr (kGeneral) {
+          cap(s, p.modifiers.softcap, p.scale * descale);
+          if (n >= work.full_last || n < work.full_first) apply_mask(s, work.mask, row, n * kBlockN + key);
+        } else if constexpr (kMasked) {
+          apply_mask(s, work.mask, row, n * kBlockN + key);
+        }
+        softmax<kMasked>(probabilities, s, base, row_sum, out, scale_log2, zero, group);
         float values[kValueBuffers][kValueColumns / 2];
         const unsigned v_tile = shared_v + v_ring.stage * kKeyBytes;
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
@@ -411,7 +448,10 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
         }
 #pragma unroll
         for (int chunk = 0; chunk < kValueChunks; ++chunk) {
-          if (kValueBuffers == 2 && chunk + 1 < kValueChunks) {
+          if (kNext && chunk + 1 == kValueChunks) {
+            begin_scores();
+            hopper::wgmma_wait<1>();
+          } else if (kValueBuffers == 2 && chunk + 1 < kValueChunks) {
             hopper::wgmma_wait<1>();
           } else {
             hopper::wgmma_wait<0>();
@@ -427,16 +467,29 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
         }
         if (lane == 0) hopper::barrier_arrive(barriers.v_empty(v_ring.stage));
         v_ring.advance();
+        if constexpr (kNext) finish_scores();
       };
+      if constexpr (kEarly) {
+        begin_scores();
+        finish_scores();
+      }
       int n = work.last - 1;
+      const int end = kEarly ? work.first + 1 : work.first;  // with kEarly, the last block is another step
       if constexpr (kGeneral) {
-        for (; n >= work.first; --n) step(n, tile::True{});
+        for (; n >= end; --n) step(n, tile::True{}, tile::False{});
       } else {
-        step(n--, tile::True{});
+        if (n >= end) step(n--, tile::True{}, tile::False{});
         if constexpr (kCausal) {
-          for (; n >= work.full_last; --n) step(n, tile::True{});
+          for (; n >= max(end, work.full_last); --n) step(n, tile::True{}, tile::False{});
         }
-        for (; n >= 0; --n) step(n, tile::False{});
+        for (; n >= end; --n) step(n, tile::False{}, tile::False{});
+      }
+      if constexpr (kEarly) {
+        if (kGeneral || n == work.last - 1 || n >= work.full_last) {
+          step(n, tile::True{}, tile::True{});
+        } else {
+          step(n, tile::False{}, tile::True{});
+        }
       }
       if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
     }
@@ -511,6 +564,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       hopper::barrier_init(barriers.k_empty(stage), 4 * kConsumers);
       hopper::barrier_init(barriers.v_empty(stage), 4 * kConsumers);
     }
+    ptx::store_shared(barriers.zero(), 0);
     hopper::fence_barrier_init();
   }
   __syncthreads();
