@@ -77,8 +77,12 @@ __device__ __forceinline__ void add_floats(float* dst, unsigned src, int bytes) 
       : "memory");
 }
 
-// Waits until what this thread's add_floats read in shared memory may be overwritten; and until its sums are written.
-__device__ __forceinline__ void wait_for_reads() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until what this thread's add_floats read in shared memory, but for the last kPending, may be overwritten; and until
+// all its sums are written.
+template <int kPending>
+__device__ __forceinline__ void wait_for_reads() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 __device__ __forceinline__ void wait_for_sums() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_map(const void* tensor_map) {

@@ -61,6 +61,10 @@ constexpr bool kEarlyValues = FA_EARLY_VALUES;
 constexpr bool kEarlyLse = FA_EARLY_LSE;
 constexpr int kEarlyDelta = FA_EARLY_DELTA;
 
+// dQ leaves through so many buffers. With two of them it does so a step after it was staged, when no store is waited for.
+constexpr int kDqBuffers = FA_DQ_BUFFERS;
+static_assert(kDqBuffers == 2 || kDqBuffers == (kWide ? 0 : 1));
+
 constexpr int kScores = kScoreQueries / 2;  // of a thread: 2 keys, kScoreQueries / 4 queries
 constexpr int kGradients = kGradientColumns / 2;
 constexpr float kLog2e = 1.4426950408889634074f;
@@ -71,7 +75,8 @@ constexpr int kQueryPanel = kBlockM * tile::kRowBytes;  // also of dS: queries b
 constexpr int kKeyBytes = kPanels * kKeyPanel;
 constexpr int kQueryBytes = kPanels * kQueryPanel;
 constexpr int kScoreBytes = kBlockN / 64 * kQueryPanel;
-constexpr int kStagedBytes = kWide ? kStages * kScoreBytes : kConsumers * kDqBytes;  // P, or dQ on its way
+constexpr int kDqTile = kConsumers * kDqBytes;
+constexpr int kStagedBytes = kWide ? kStages * kScoreBytes : kDqBuffers * kDqTile;  // P, or dQ on its way
 constexpr int kRowStatBytes = kBlockM * 4;
 constexpr int kBarrierBytes = 128;
 static_assert(2 * kKeyBytes + kStages * (2 * kQueryBytes + 2 * kRowStatBytes + kScoreBytes) + kStagedBytes +
@@ -360,7 +365,8 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
 
   Position next(p, work);    // of S and dP
   int tile_now = next.tile;  // of dV and dK
-  int tile_dq = next.tile;   // of dQ, a step behind unless wide
+  int tile_before = next.tile;  // of dQ, a step behind
+  int tile_dq = next.tile;      // of dQ that leaves: with two buffers two steps behind; wide, none
 
   // Row statistics of step `i`, of 16 queries each.
   auto load = [&](float4 (&to)[kScoreQueries / 16], unsigned from, int i, int first, int last) {
@@ -423,12 +429,12 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   };
 
   // dQ leaves through shared memory; each warp adds its own piece to device memory.
-  auto stage_dq = [&](const float (&dq)[kDqWidth / 2]) {
-    if (lane == 0) hopper::wait_for_reads();
+  auto stage_dq = [&](const float (&dq)[kDqWidth / 2], unsigned place) {
+    if (lane == 0) hopper::wait_for_reads<kDqBuffers == 2>();
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < kDqWidth / 8; ++i) {
-      ptx::store_shared_16(shared.staged + dq_piece + (i * 32 + lane) * 16,
+      ptx::store_shared_16(place + dq_piece + (i * 32 + lane) * 16,
                            make_uint4(__float_as_uint(dq[4 * i]), __float_as_uint(dq[4 * i + 1]),
                                       __float_as_uint(dq[4 * i + 2]), __float_as_uint(dq[4 * i + 3])));
     }
@@ -445,9 +451,9 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   auto accumulator = [&]() {
     return p.dq_accum + static_cast<long long>(tile_dq) * (kBlockM * kHeadDim) + dq_piece / 4;
   };
-  auto add_staged_dq = [&]() {
+  auto add_staged_dq = [&](unsigned place) {
     if (p.deterministic) await_turn();
-    hopper::add_floats(accumulator(), shared.staged + dq_piece, kDqBytes / 4);
+    hopper::add_floats(accumulator(), place + dq_piece, kDqBytes / 4);
     if (p.deterministic) {
       hopper::wait_for_sums();
       pass_turn();
@@ -514,18 +520,30 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
     multiply_registers(dk, ds_operand, q_tile);
     hopper::wgmma_wait<1>();
     hopper::hold(dq);
-    stage_dq(dq);
+    // Only where the stores are not waited for: all see dS, and staged dQ leaves.
+    const auto leave = [&](bool staged, unsigned place) {
+      hopper::fence_proxy_async();
+      __syncwarp();
+      if (lane == 0) {
+        hopper::barrier_arrive(shared.ds_full(stage));
+        if (staged) add_staged_dq(place);
+      }
+    };
+    if constexpr (kDqBuffers == 2) {
+      leave(i > 1, shared.staged + (stage ^ 1) * kDqTile);
+      tile_dq = tile_before;
+      tile_before = tile_now;
+      stage_dq(dq, shared.staged + stage * kDqTile);
+    } else {
+      stage_dq(dq, shared.staged);
+    }
     hopper::wgmma_wait<0>();
     if (lane == 0) hopper::barrier_arrive(shared.empty(stage));
     if constexpr (decltype(more)::value) begin_scores(i + 1);
-    // Only now, so that the stores are not waited for.
-    hopper::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) {
-      hopper::barrier_arrive(shared.ds_full(stage));
-      if (i > 0) add_staged_dq();
+    if constexpr (kDqBuffers == 1) {
+      leave(i > 0, shared.staged);
+      tile_dq = tile_now;
     }
-    tile_dq = tile_now;
     tile_now = next.tile;
     if constexpr (decltype(more)::value) finish_scores(i + 1);
   };
@@ -585,13 +603,21 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
       float dq[kDqWidth / 2];
       hopper::wgmma_fence();
       multiply_dq(dq, shared.ds + last % kStages * kScoreBytes, shared.k, group);
+      unsigned place = shared.staged;
+      if constexpr (kDqBuffers == 2) {
+        hopper::fence_proxy_async();
+        __syncwarp();
+        if (lane == 0 && last > 0) add_staged_dq(shared.staged + last % 2 * kDqTile);
+        tile_dq = tile_before;
+        place += (last + 1) % 2 * kDqTile;
+      }
       hopper::wgmma_wait<0>();
       hopper::hold(dq);
-      stage_dq(dq);
+      stage_dq(dq, place);
       hopper::fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
-        add_staged_dq();
+        add_staged_dq(place);
         hopper::wait_for_sums();
       }
     }
