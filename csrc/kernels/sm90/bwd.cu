@@ -616,10 +616,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
       stage_dq(dq, place);
       hopper::fence_proxy_async();
       __syncwarp();
-      if (lane == 0) {
-        add_staged_dq(place);
-        hopper::wait_for_sums();
-      }
+      if (lane == 0) add_staged_dq(place);
     }
   }
   hopper::hold(dk);
@@ -632,6 +629,8 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   const Work same = Work::of(p, static_cast<int>(block));
   store_keys(dk, p.scale, shared.k, p.dk, p.dk_stride, same, p.head_dim, first_key, first_panel);
   store_keys(dv, 1.0f, shared.v, p.dv, p.dv_stride, same, p.head_dim_v, first_key, first_panel);
+  // Shared memory stays until the copy engine has read it; nothing waits for the sums but the end of the kernel.
+  if (!kWide && lane == 0) hopper::wait_for_reads<0>();
 }
 
 // A query tile of the workspaces, for the kernels before and after.
