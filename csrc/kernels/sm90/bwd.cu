@@ -452,7 +452,10 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
     return p.dq_accum + static_cast<long long>(tile_dq) * (kBlockM * kHeadDim) + dq_piece / 4;
   };
   auto add_staged_dq = [&](unsigned place) {
-    if (p.deterministic) await_turn();
+    if (p.deterministic) {
+      await_turn();
+      hopper::fence_proxy_async_global();  // the sums are added by the copy engine, as those before were
+    }
     hopper::add_floats(accumulator(), place + dq_piece, kDqBytes / 4);
     if (p.deterministic) {
       hopper::wait_for_sums();
@@ -520,11 +523,13 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
     multiply_registers(dk, ds_operand, q_tile);
     hopper::wgmma_wait<1>();
     hopper::hold(dq);
-    // Only where the stores are not waited for: all see dS, and staged dQ leaves.
+    // Only where the stores are not waited for: all see dS, and staged dQ leaves. The stage, too, is given back after this
+    // fence: the copy engine overwrites row statistics that were read by ordinary loads.
     const auto leave = [&](bool staged, unsigned place) {
       hopper::fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
+        if constexpr (kDqBuffers == 1) hopper::barrier_arrive(shared.empty(stage));
         hopper::barrier_arrive(shared.ds_full(stage));
         if (staged) add_staged_dq(place);
       }
@@ -538,7 +543,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
       stage_dq(dq, shared.staged);
     }
     hopper::wgmma_wait<0>();
-    if (lane == 0) hopper::barrier_arrive(shared.empty(stage));
+    if (kDqBuffers == 2 && lane == 0) hopper::barrier_arrive(shared.empty(stage));
     if constexpr (decltype(more)::value) begin_scores(i + 1);
     if constexpr (kDqBuffers == 1) {
       leave(i > 0, shared.staged);
