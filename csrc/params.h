@@ -103,6 +103,40 @@ struct FwdFp8Params {
   int blocks_n;          // ceil(seqlen_k / block_n)
 };
 
+// flash_round_sums, flash_round_largest and flash_round of dtype e4m3, launched in this order on one stream: 16-bit q, k
+// and v to e4m3, with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys taken off k
+// first; flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent.
+// All have the record's threads, and no dynamic shared memory.
+//
+// Of q, k and v in this order. The rows of a head are cut into tiles of threads * 16 / FA_HEAD_DIM * kFp8RoundingPasses; a
+// block works on tile t of head h of sequence b, with number first_block + (b * heads + h) * tiles + t.
+constexpr int kFp8RoundingPasses = 4;
+struct Fp8RoundingTask {
+  const void* source;  // (B, rows, heads, columns), fp16 or bf16; columns contiguous, rows on 16 bytes
+  void* destination;   // (B, rows, heads, FA_HEAD_DIM if rotated, else columns), contiguous
+  Strides stride;      // of source
+  int rows;
+  int heads;
+  int columns;         // a multiple of 16, at most FA_HEAD_DIM
+  int rotate;
+  int tiles;
+  int first_block;
+};
+struct Fp8RoundingParams {
+  Fp8RoundingTask task[3];
+  float* sums;     // (Hk, parts, FA_HEAD_DIM), workspace
+  float* largest;  // (3, B, Hk), workspace
+  float* descale;  // (3, B, Hk)
+  int batch;
+  int heads_kv;
+  int bf16;        // of the sources
+  int parts;       // of k's rows, whose sums flash_round_sums takes, a block for each and head; 0: the mean stays, one block
+  int key;         // of the signs
+  float scale;     // FA_HEAD_DIM ** -0.5
+  float outlier;   // the square of how many times the root mean square of its row an outlier has
+  float share;     // of an outlier's error, what each of two further roundings makes up for
+};
+
 // flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess, launched in this order on one stream.
 struct BwdParams {
   const void* dout;  // (B, Sq, H, Dv)

@@ -54,7 +54,7 @@ void launch_early(const Driver& cuda, const Kernel& kernel, int entry, unsigned 
   overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
   overlap.value.programmaticStreamSerializationAllowed = 1;
   CUlaunchConfig config = {grid, 1, 1, kernel.threads[entry], 1, 1, shared_bytes, stream, &overlap, 1};
-  void* arguments[] = {params};
+  void* arguments[] = {const_cast<void*>(static_cast<const void*>(params))};
   check_launch(kernel, entry, cuda.cuLaunchKernelEx(&config, kernel.entry[entry], arguments, nullptr), grid, shared_bytes);
 }
 
@@ -252,6 +252,34 @@ bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows
     launch(cuda, kernel, 1, grid, kernel.record->smem_bytes, &params, stream);
   }
   return true;
+}
+
+int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, bool smooth) {
+  const int64_t head_dim = kernel.record->head_dim;
+  const int64_t rows_at_once = kernel.record->threads * 16 / head_dim;
+  int64_t blocks = 0;
+  for (Fp8RoundingTask& task : params.task) {
+    task.tiles = static_cast<int>(blocks_of(task.rows, rows_at_once * kFp8RoundingPasses));
+    task.first_block = static_cast<int>(blocks);
+    blocks += grid_of(kernel, task.tiles, task.heads, params.batch);
+    grid_of(kernel, blocks, 1, 1);
+  }
+  // Enough to fill a GPU, few enough to add up in each block that needs the mean.
+  constexpr int64_t kMostParts = 32;
+  const int64_t parts = blocks_of(static_cast<int64_t>(params.batch) * params.task[1].rows, 8 * rows_at_once);
+  params.parts = smooth ? static_cast<int>(parts < kMostParts ? parts : kMostParts) : 0;
+  params.scale = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(head_dim)));
+  return params.parts * head_dim * params.heads_kv + int64_t{3} * params.batch * params.heads_kv;
+}
+
+void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, CUstream stream) {
+  const Driver& cuda = driver();
+  const Fp8RoundingTask& last = params.task[2];
+  const unsigned grid = static_cast<unsigned>(last.first_block) + grid_of(kernel, last.tiles, last.heads, params.batch);
+  const CurrentContext current(cuda, kernel.context);
+  launch_early(cuda, kernel, 2, params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, 1) : 1, 0, &params, stream);
+  launch_early(cuda, kernel, 3, grid, 0, &params, stream);
+  launch_early(cuda, kernel, 4, grid, 0, &params, stream);
 }
 
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream) {

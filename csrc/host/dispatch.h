@@ -41,13 +41,15 @@ struct KernelQuery {
   Preference preference;
 };
 
+constexpr int kMaxEntryPoints = 5;
+
 // A kernel loaded on one device. Never unloaded.
 struct Kernel {
   const Record* record;
   Dtype dtype;
   CUcontext context;
-  CUfunction entry[3];  // the op's entry points, in launch order
-  unsigned threads[3];  // of a block of each
+  CUfunction entry[kMaxEntryPoints];  // the op's entry points, in launch order
+  unsigned threads[kMaxEntryPoints];  // of a block of each
   int multiprocessors;
   bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams or BwdTmaParams
   bool waits;        // its code waits for the launch before it where it has to, so that it may begin during that one
@@ -94,6 +96,13 @@ int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_ro
 
 // Launches flash_transpose_v and flash_fwd of dtype e4m3. As launch_fwd; the factors and v_tiles are set too.
 bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, int64_t sm_margin, CUstream stream);
+
+// Floats that flash_round's kernels work in, `sums` first. Sets what of `params` follows from its tasks' rows, heads and
+// columns, batch and heads_kv; `smooth`: the mean of all keys is taken off them.
+int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, bool smooth);
+
+// Launches the three kernels that turn q, k and v into e4m3. The caller has set everything else of `params`.
+void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, CUstream stream);
 
 // Sets `count` floats to minus infinity: the log-sum-exp of rows that no kernel writes.
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream);

@@ -19,7 +19,7 @@ constexpr const char* kMaskNames[kMasks] = {"full", "causal", "general"};
 
 // The entry points of an op in launch order, and which of them takes the dynamic shared memory.
 struct EntryPoints {
-  const char* names[3];
+  const char* names[kMaxEntryPoints];
   int count;
   int main;
 };
@@ -29,7 +29,8 @@ constexpr EntryPoints kEntryPoints[kOps] = {
     {{"flash_decode", "flash_combine"}, 2, 0},
     {{"flash_rotary"}, 1, 0},
 };
-constexpr EntryPoints kFp8EntryPoints = {{"flash_transpose_v", "flash_fwd"}, 2, 1};
+constexpr EntryPoints kFp8EntryPoints = {
+    {"flash_transpose_v", "flash_fwd", "flash_round_sums", "flash_round_largest", "flash_round"}, 5, 1};
 
 // Kernel families, the fastest first. The last one has every feature, but for FP8, which the first one alone has.
 constexpr const char* kFamilies[] = {"sm90", "sm80"};

@@ -22,6 +22,8 @@
 //       float softcap, int sm_margin) -> (Tensor out, Tensor lse)
 //   fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
 //       bool causal=False, float? softmax_scale=None) -> Tensor out
+//   fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth, float? softmax_scale=None) -> Tensor out:
+//       FP8 attention of fp16 or bf16 tensors, rounded with the signs of `key` (negative: not rotated), less the mean of k
 // An overload `output` is the call that is usual in inference: what it leaves out costs the host more time than the rest.
 // Its scale, if not given, is 1 / sqrt(D).
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
@@ -343,6 +345,82 @@ void forward_fp8(const Problem& p, const Descales& descales, bool wants_lse, Sta
   results.give(stack);
 }
 
+// A tensor's rows in e4m3, contiguous, as they are going to be at `data`.
+Rows rounded_rows(const Rows& rows, int64_t columns, const void* data) {
+  Rows rounded = rows;
+  rounded.argument.dtype = constants().e4m3;
+  rounded.argument.data = data;
+  rounded.sizes[3] = columns;
+  rounded.strides[3] = 1;
+  for (int i = 2; i >= 0; --i) rounded.strides[i] = rounded.strides[i + 1] * rounded.sizes[i + 1];
+  return rounded;
+}
+
+// FP8 attention of 16-bit tensors. Throws where Python is to round them by other means: rows of an odd size or place,
+// fewer columns than the kernel's, nothing to round.
+void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* stack) {
+  if (p.query_rows() * p.heads() == 0 || p.key_rows() == 0) fail("there is nothing to round.");
+  const bool rotate = key >= 0;
+  int64_t columns = rotate ? 64 : p.head_dim();  // of q and k
+  while (columns < p.head_dim()) columns *= 2;
+
+  const Rows* const sources[3] = {&p.q, &p.k, &p.v};
+  int64_t bytes = 0, place[3];  // of the results, each on kAligned
+  constexpr int64_t kAligned = 128;
+  for (int i = 0; i < 3; ++i) {
+    const Rows& rows = *sources[i];
+    if (rows.sizes[3] % kRowStepFp8 != 0 || !usable_as_is(rows)) {
+      fail("%s has rows that are not whole pieces of 32 bytes.", rows.argument.name);
+    }
+    place[i] = bytes;
+    bytes += padded(rows.sizes[0] * rows.sizes[1] * rows.sizes[2] * (i < 2 ? columns : rows.sizes[3]), kAligned);
+  }
+  Problem rounded;
+  rounded.q = rounded_rows(p.q, columns, nullptr);
+  rounded.k = rounded_rows(p.k, columns, nullptr);
+  rounded.v = rounded_rows(p.v, p.head_dim_v(), nullptr);
+  rounded.batch = p.batch;
+  rounded.seqlen_q = p.seqlen_q;
+  rounded.seqlen_k = p.seqlen_k;
+  rounded.softmax_scale = p.softmax_scale;
+  rounded.mask = p.mask;
+  const Kernel& kernel = kernel_for(Op::fwd, rounded, Preference::throughput);
+  if (rotate && columns != kernel.record->head_dim) fail("k has fewer columns than v, and a kernel less.");
+
+  Fp8RoundingParams params = {};
+  for (int i = 0; i < 3; ++i) {
+    Fp8RoundingTask& task = params.task[i];
+    task.source = sources[i]->argument.data;
+    task.stride = kernel_strides(*sources[i]);
+    task.rows = static_cast<int>(sources[i]->sizes[1]);
+    task.heads = static_cast<int>(sources[i]->sizes[2]);
+    task.columns = static_cast<int>(sources[i]->sizes[3]);
+    task.rotate = rotate && i < 2 ? 1 : 0;
+  }
+  params.batch = static_cast<int>(p.batch);
+  params.heads_kv = static_cast<int>(p.heads_kv());
+  params.bf16 = p.dtype() == constants().bf16 ? 1 : 0;
+  params.key = static_cast<int>(rotate ? key : 0);
+  params.outlier = 9.0f;
+  params.share = 0.6f;
+  const int64_t factors = int64_t{3} * params.batch * params.heads_kv;
+  const int64_t floats = fp8_rounding_workspace(kernel, params, smooth);
+  const int64_t memory_size[1] = {bytes + 4 * (factors + floats)};
+  const Tensor memory = empty(memory_size, 1, constants().e4m3, p.device());
+  unsigned char* const data = static_cast<unsigned char*>(data_of(memory));
+  params.descale = reinterpret_cast<float*>(data + bytes);
+  params.sums = params.descale + factors;
+  params.largest = params.sums + floats - factors;
+  for (int i = 0; i < 3; ++i) params.task[i].destination = data + place[i];
+  rounded.q.argument.data = data + place[0];
+  rounded.k.argument.data = data + place[1];
+  rounded.v.argument.data = data + place[2];
+  launch_fp8_rounding(kernel, params, current_stream(p.device()));
+  const int64_t heads_kv = p.heads_kv();
+  const auto descale = [&](int i) { return Descale{params.descale + i * p.batch * heads_kv, heads_kv, 1}; };
+  forward_fp8(rounded, {descale(0), descale(1), descale(2)}, false, stack);
+}
+
 // The forward's results and what the backward is given for them.
 struct Gradients {
   Rows dout, out;
@@ -539,6 +617,23 @@ void fwd_fp8_output(StableIValue* stack, uint64_t, uint64_t) {
   forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), false, stack);
 }
 
+void fwd_rounded(StableIValue* stack, uint64_t, uint64_t) {
+  Arguments arguments(stack);
+  const Tensor q = arguments.tensor();
+  const Tensor k = arguments.tensor();
+  const Tensor v = arguments.tensor();
+  const bool causal = arguments.boolean();
+  const int64_t key = arguments.integer();
+  const bool smooth = arguments.boolean();
+  double softmax_scale = 0;
+  arguments.optional_real(&softmax_scale);
+
+  Problem problem;
+  read_plain(problem, q, k, v, softmax_scale, causal);
+  complete_output_call(problem);
+  forward_rounded(problem, key, smooth, stack);
+}
+
 void bwd(StableIValue* stack, uint64_t, uint64_t) {
   Arguments arguments(stack);
   const Tensor dout = arguments.tensor();
@@ -614,6 +709,7 @@ class Registration {
     torch_library_impl(library_, "bwd_general", &bwd_general, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_fp8", &fwd_fp8, kTorchTargetVersion);
     torch_library_impl(library_, "fwd_fp8.output", &fwd_fp8_output, kTorchTargetVersion);
+    torch_library_impl(library_, "fwd_rounded", &fwd_rounded, kTorchTargetVersion);
     torch_library_impl(library_, "decode", &decode, kTorchTargetVersion);
     torch_library_impl(library_, "decode.output", &decode_output, kTorchTargetVersion);
     torch_library_impl(library_, "kvcache", &kvcache, kTorchTargetVersion);

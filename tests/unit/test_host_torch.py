@@ -86,13 +86,14 @@ library.define("decode(Tensor q) -> (Tensor, Tensor)")
 library.define("kvcache(Tensor q) -> (Tensor, Tensor)")
 library.define("append(Tensor q) -> ()")
 library.define("rotary(Tensor q) -> ()")
+library.define("fwd_rounded(Tensor q) -> Tensor")
 library.define("fwd.output(Tensor q) -> Tensor")
 library.define("fwd_general.output(Tensor q) -> Tensor")
 library.define("fwd_fp8.output(Tensor q) -> Tensor")
 library.define("decode.output(Tensor q) -> Tensor")
 library.define("kvcache.output(Tensor q) -> Tensor")
 operators = ("fwd", "bwd", "fwd_general", "bwd_general", "fwd_fp8", "decode", "kvcache", "append", "rotary",
-             "fwd_general.output", "fwd.output", "fwd_fp8.output", "decode.output", "kvcache.output")
+             "fwd_rounded", "fwd_general.output", "fwd.output", "fwd_fp8.output", "decode.output", "kvcache.output")
 torch.ops.load_library(sys.argv[1])
 c = ctypes.CDLL(sys.argv[1])
 c.flash_attn_version.restype = ctypes.c_char_p
@@ -114,7 +115,7 @@ def test_loads_without_gpu_and_driver() -> None:
     """Any torch can load the library; without a driver the reason says so."""
     found = json.loads(run(["-c", LOAD, str(installed())], CUDA_VISIBLE_DEVICES="", LD_LIBRARY_PATH=""))
     assert found["version"] == VERSION
-    assert found["kernels"] == [True, False] * 14
+    assert found["kernels"] == [True, False] * 15
     assert found["capability"] == -1
     assert found["supported"] == 0
     # On a machine with a driver but no visible GPU the driver itself is the one to complain.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fake_fp8_kernels.h"
+#include "fake_rounding_kernels.h"
 
 namespace fake {
 
@@ -240,7 +241,12 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
   const auto has = [&key](const char* part) { return key.find(part) != std::string::npos; };
   const Kind kind{has("-bf16-"), has("-causal"), has("-general"), atoi(key.c_str() + key.find("-d") + 2)};
   const int grid = static_cast<int>(launch.grid);
-  if (has("-e4m3-")) {
+  if (has("-e4m3-") && entry.rfind("flash_round", 0) == 0) {
+    const Rounding rounding(params_of<Fp8RoundingParams>(bytes), kind, launch.grid, launch.threads);
+    if (entry == "flash_round_sums") return rounding.sums();
+    if (entry == "flash_round_largest") return rounding.largest();
+    rounding.round();
+  } else if (has("-e4m3-")) {
     const FwdFp8Params params = params_of<FwdFp8Params>(bytes);
     if (entry == "flash_fwd") return fwd_fp8(params, kind, tile, launch.grid);
     for (int index = 0; index < grid; ++index) transpose_v(params, kind, tile, index);

@@ -270,10 +270,11 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
       {"decode", "flash_decode flash_combine"},
       {"rotary", "flash_rotary"}};
   const std::string& key = static_cast<Module*>(module)->key;
-  const bool transposes = key.find("-e4m3-") != std::string::npos && strcmp(name, "flash_transpose_v") == 0;
+  static const std::string of_fp8 = " flash_transpose_v flash_round_sums flash_round_largest flash_round ";
+  const bool fp8 = key.find("-e4m3-") != std::string::npos && of_fp8.find(" " + std::string(name) + " ") != std::string::npos;
   const auto of_op = entries.find(key.substr(0, key.find('-')));
   if (of_op == entries.end() ||
-      (!transposes && (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos)) {
+      (!fp8 && (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos)) {
     return kNotFound;
   }
   *function = new Function{static_cast<Module*>(module), name};
@@ -332,7 +333,7 @@ int launch_kernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gri
   void* context = nullptr;
   cuCtxGetCurrent(&context);
   if (f.entry == "flash_decode" || f.entry == "flash_combine" || f.entry == "flash_rotary" ||
-      f.entry == "flash_transpose_v") {
+      f.entry == "flash_transpose_v" || f.entry.rfind("flash_round", 0) == 0) {
     log("launch key=%s arch=%s entry=%s grid=%u,%u block=%u smem=%u stream=%p device=%d early=%d", f.module->key.c_str(),
         f.module->arch.c_str(), f.entry.c_str(), grid_x, grid_y, block_x, shared_bytes, stream, device_of(context), early);
   } else if (f.entry == "flash_fwd") {

@@ -12,13 +12,15 @@ from torch import Tensor
 from torch_cache_cases import Decode, Update, launches, paged, slabs, updating
 from torch_fp8_cases import Case as Fp8Case
 from torch_fp8_cases import batched as fp8
-from torch_general_cases import halves, ints, packed
+from torch_general_cases import Options, halves, ints, packed
+from torch_general_cases import reference as general_reference
 from torch_support import (
     DECODE_OUTPUT,
     FWD,
     FWD_FP8_OUTPUT,
     FWD_GENERAL_OUTPUT,
     FWD_OUTPUT,
+    FWD_ROUNDED,
     KVCACHE_OUTPUT,
     made,
     raises,
@@ -154,3 +156,36 @@ def case_fp8_output() -> None:
     case = fp8()
     raises(lambda: fp8_output(replace(case, q=case.q.half())), "different dtypes")
     raises(lambda: fp8_output(replace(case, descales=[torch.ones(2, 3), None, None])), "q_descale has shape (2, 3)")
+
+
+def case_rounded() -> None:
+    """FP8 attention of 16-bit tensors: the error is FP8's, in any layout, with outliers and a mean of the keys."""
+    options = {"causal": True, "softmax_scale": 0.1}
+    for d, dv, dtype in ((64, 64, torch.float16), (128, 128, torch.bfloat16), (48, 32, torch.float16)):
+        for key in (-1, 7):
+            for smooth in (False, True):
+                q, k, v = (x.to(dtype) for x in tensors(sq=230, sk=250, d=d, dv=dv))
+                k[..., 3] += 4.0
+                q[:, ::7, :, 5] *= 9.0
+                layouts = [q, k.transpose(1, 2).contiguous().transpose(1, 2), v]
+                with launches() as found:
+                    out = one_tensor(FWD_ROUNDED, *layouts, True, key, smooth, 0.1)
+                names = ["sums", "largest", "round", "transpose_v", "fwd"]
+                wanted_names = [f"flash_round_{name}" if name in names[:2] else f"flash_{name}" for name in names]
+                assert [x["entry"] for x in found] == wanted_names, found
+                wanted, _ = general_reference(*(x.double() for x in (q, k, v)), Options(**options))
+                assert out.dtype is torch.bfloat16
+                error = (out.double() - wanted).norm() / wanted.norm()
+                assert error < (0.12 if key < 0 else 0.06 if smooth else 0.09), (d, key, smooth, error)
+
+
+def case_rounded_wrong_arguments() -> None:
+    """What Python then rounds by other means."""
+    q, k, v = tensors()
+    raises(lambda: FWD_ROUNDED(*tensors(d=40), False, 1, True), "q has rows that are not whole pieces of 32 bytes")
+    raises(lambda: FWD_ROUNDED(*tensors(dv=72), False, 1, True), "v has rows that are not whole pieces")
+    raises(lambda: FWD_ROUNDED(q[..., ::2], k[..., ::2], v, False, 1, True), "q has rows that are not whole pieces")
+    raises(lambda: FWD_ROUNDED(*tensors(dv=128), False, 1, True), "fewer columns than v")
+    raises(lambda: FWD_ROUNDED(*tensors(sq=0), False, 1, True), "nothing to round")
+    raises(lambda: FWD_ROUNDED(*tensors(sk=0), False, 1, True), "nothing to round")
+    raises(lambda: FWD_ROUNDED(q.float(), k.float(), v.float(), False, 1, True), "q is float32")

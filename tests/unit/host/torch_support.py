@@ -69,6 +69,9 @@ _LIB.define(
     "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "bool causal=False, float? softmax_scale=None) -> Tensor"
 )
+_LIB.define(
+    "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth, float? softmax_scale=None) -> Tensor"
+)
 _LIB.define(f"decode.output(Tensor q, Tensor k_cache, Tensor v_cache, {_USUAL}) -> Tensor")
 _LIB.define(
     "kvcache.output(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor? cos, Tensor? sin, "
@@ -86,6 +89,7 @@ APPEND = torch.ops.flash_attn.append.default
 ROTARY = torch.ops.flash_attn.rotary.default
 FWD_OUTPUT = torch.ops.flash_attn.fwd.output
 FWD_GENERAL_OUTPUT = torch.ops.flash_attn.fwd_general.output
+FWD_ROUNDED = torch.ops.flash_attn.fwd_rounded.default
 FWD_FP8_OUTPUT = torch.ops.flash_attn.fwd_fp8.output
 DECODE_OUTPUT = torch.ops.flash_attn.decode.output
 KVCACHE_OUTPUT = torch.ops.flash_attn.kvcache.output
