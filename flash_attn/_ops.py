@@ -42,6 +42,7 @@ __all__ = [
     "direct",
     "register_cpu",
     "register_output",
+    "register_without_gradient",
     "usual_scale",
 ]
 
@@ -85,16 +86,25 @@ def register_output(name: str, function: Callable[..., Any], fake: Callable[...,
         result: Tensor = function(*arguments)[0]
         return result
 
-    def fake_output(q: Tensor, *arguments: Any) -> Tensor:
-        if type(q) is Tensor and q.device.type != "meta":  # torch comes here where any tensor is on meta
-            raise DeviceError(f"q is on {q.device}, and another tensor on meta.")
-        result: Tensor = fake(q, *arguments)[0]
+    def fake_output(*arguments: Any) -> Tensor:
+        result: Tensor = fake(*arguments)[0]
         return result
 
     register_cpu(f"{name}.output", cpu_output)
-    # Nothing that wants a gradient gets here: torch need not look for what does.
-    LIB.impl(f"{name}.output", torch.library.fallthrough_kernel, "Autograd")
-    torch.library.register_fake(f"flash_attn::{name}.output", fake_output, lib=LIB)
+    register_without_gradient(f"{name}.output", fake_output)
+
+
+def register_without_gradient(name: str, fake: Callable[..., Tensor]) -> None:
+    """An operator that is called before Python has looked at the tensors, and with none that wants a gradient."""
+
+    def checked(q: Tensor, *arguments: Any) -> Tensor:
+        if type(q) is Tensor and q.device.type != "meta":  # torch comes here where any tensor is on meta
+            raise DeviceError(f"q is on {q.device}, and another tensor on meta.")
+        return fake(q, *arguments)
+
+    # So torch need not look for one.
+    LIB.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"flash_attn::{name}", checked, lib=LIB)
 
 
 def direct(operator: Any) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 ===================================  ==================================================================================
 ``flash_attn::fwd_fp8``              the FP8 forward kernels; no gradient
+``flash_attn::fwd_rounded``          the same of fp16 or bf16 tensors, which kernels round first; no gradient
 ===================================  ==================================================================================
 """
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 
 from . import reference_fp8
-from ._ops import LIB, define, register_cpu, register_output, usual_scale
+from ._ops import LIB, define, register_cpu, register_output, register_without_gradient, usual_scale
 from .problem import Problem
 
-__all__ = ["FWD_FP8", "FWD_FP8_OUTPUT", "fp8_options"]
+__all__ = ["FWD_FP8", "FWD_FP8_OUTPUT", "FWD_ROUNDED", "fp8_options"]
 
 # q, k and v are float8_e4m3fn, out is bfloat16; the factors are fp32 (B, Hk), None for 1. The rest is fwd_general's,
 # without what FP8 kernels lack.
@@ -30,6 +31,11 @@ define(
     "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "bool causal=False, float? softmax_scale=None) -> Tensor"
 )
+# key: of the rotation's signs, negative for none; smooth: the mean of all keys is taken off each. out is bfloat16.
+define(
+    "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth, float? softmax_scale=None) -> Tensor"
+)
+FWD_ROUNDED = torch.ops.flash_attn.fwd_rounded.default
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
 FWD_FP8_OUTPUT = torch.ops.flash_attn.fwd_fp8.output
 
@@ -89,6 +95,23 @@ def _fake_output(q: Tensor, k: Tensor, v: Tensor, *descales: Any) -> tuple[Tenso
     return _fake_forward(q, k, v, *descales[:3], None)
 
 
+def _cpu_rounded(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, key: int, smooth: bool, softmax_scale: float | None = None
+) -> Tensor:
+    from .fp8 import attend_in_steps  # which imports this file
+
+    p = Problem(
+        max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=usual_scale(q, softmax_scale), causal=causal
+    )
+    return attend_in_steps(q, k, v, p, key if key >= 0 else None, smooth)[0]
+
+
+def _fake_rounded(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+    return _fake_output(q, k, v, None, None, None)[0]
+
+
+register_cpu("fwd_rounded", _cpu_rounded)
+register_without_gradient("fwd_rounded", _fake_rounded)
 register_cpu("fwd_fp8", _cpu_forward)
 register_output("fwd_fp8", _output_forward, _fake_output)
 torch.library.register_fake("flash_attn::fwd_fp8", _fake_forward, lib=LIB)

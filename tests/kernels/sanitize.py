@@ -46,6 +46,7 @@ from layouts import contiguous, heads_first, wide_rows  # noqa: E402
 from rotary_cases import run as run_rotary  # noqa: E402
 
 from flash_attn import flash_attn_func  # noqa: E402
+from flash_attn._ops_fp8 import FWD_ROUNDED  # noqa: E402
 
 FOUND = 86  # the exit code that compute-sanitizer is told to use
 ONLY_OURS = ("--kernel-name", "kns=flash_")  # torch's kernels cost time
@@ -165,6 +166,12 @@ def run_fp8(kernel):
             **options,
         )
         check(kernel, case, run_fp8_case(Fp8Case(case, ("contiguous", "wide_rows", "heads_first"), (True, True, True))))
+    if kernel.mask != "general":  # whose kernels round too, but for no caller
+        q, k, v = (
+            torch.randn(2, s, h, kernel.head_dim, device="cuda").half() for s, h in ((140, 2), (700, 1), (700, 1))
+        )
+        wrong = not FWD_ROUNDED(q, k, v, kernel.causal, 1, True).isfinite().all()
+        check(kernel, "rounded at once", ["not finite"] if wrong else [])
 
 
 def run_rotary_kernel(kernel):

@@ -1,5 +1,6 @@
 """The FP8 forward against the emulation in float64, in memory full of NaN."""
 
+import itertools
 import os
 
 import pytest
@@ -10,7 +11,8 @@ from fp8_cases import FP8, draw, rms, run
 from kernel_set import FP8_KERNELS
 from memory import poison
 
-from flash_attn import flash_attn_func, flash_attn_varlen_func, reference_fp8, reference_general
+from flash_attn import flash_attn_func, flash_attn_varlen_func, fp8, reference_fp8, reference_general
+from flash_attn._ops_fp8 import FWD_ROUNDED
 from flash_attn.fp8 import flash_attn_fp8_func, flash_attn_varlen_fp8_func, quantize
 from flash_attn.problem import Problem
 
@@ -145,6 +147,60 @@ def test_one_call_from_bfloat16():
         q, k, v = q.cuda(), k.cuda(), v.cuda()
         squares += rms(flash_attn_fp8_func(q.bfloat16(), k.bfloat16(), v.bfloat16()) - exact(q, k, v)) ** 2 / 4
     assert squares**0.5 <= 9.1e-3
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("sizes", "head_dim", "head_dim_v"),
+    [
+        ((1, 64, 64, 2, 2), 64, 64),
+        ((2, 333, 777, 4, 2), 128, 128),
+        ((3, 1000, 900, 4, 1), 256, 256),
+        ((2, 130, 257, 6, 3), 96, 96),
+        ((1, 70, 700, 2, 2), 48, 32),
+    ],
+)
+def test_rounded_at_once(dtype, sizes, head_dim, head_dim_v):
+    """The kernels that round all three tensors are as good as the operations of torch that say what they do."""
+    if head_dim > LIMITS.head_dim:
+        pytest.skip(f"no FP8 kernel of head dim {head_dim} was built")
+    q, k, v = (x.to(dtype) for x in inputs(*sizes, head_dim, head_dim_v))
+    k[..., 3] += 4.0
+    q[:, ::7, :, 5] *= 9.0
+    k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    for causal, hadamard, smooth in itertools.product((False, True), repeat=3):
+        p = Problem(max_seqlen_q=sizes[1], max_seqlen_k=sizes[2], softmax_scale=head_dim**-0.5, causal=causal)
+        truth = exact(q, k, v, causal=causal)
+        key = fp8._key(5) if hadamard else None
+        poison()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fp8, "runs_kernel", lambda x: False)
+            in_steps = fp8.attend_in_steps(q, k, v, p, key, smooth)[0]
+        poison()
+        out = FWD_ROUNDED(q, k, v, causal, -1 if key is None else key, smooth)
+        assert rms(out - truth) <= 1.05 * rms(in_steps - truth), (causal, hadamard, smooth)
+        options = {"causal": causal, "hadamard": hadamard, "smooth_k": smooth, "seed": 5}
+        assert torch.equal(flash_attn_fp8_func(q, k, v, **options), out.to(dtype))
+
+
+@on_hopper
+@pytest.mark.parametrize("hadamard", [False, True])
+def test_rounded_at_once_zeros_and_nan(hadamard):
+    """Heads of zeros have the factor 1; NaN is where it is when other means round."""
+    q, k, v = (x.bfloat16() for x in inputs(2, 200, 300, 4, 2, 128))
+    q[0, 7, 1, 3] = float("nan")
+    k[1, :, 1] = 0.0
+    v[1, :, 0] = 0.0
+    poison()
+    out = FWD_ROUNDED(q, k, v, False, fp8._key(0) if hadamard else -1, False)
+    p = Problem(max_seqlen_q=200, max_seqlen_k=300, softmax_scale=128**-0.5)
+    in_steps = fp8.attend_in_steps(q, k, v, p, fp8._key(0) if hadamard else None, False)[0]
+    assert out[0, 7, 1].isnan().all()
+    assert torch.equal(out.isnan(), in_steps.isnan())
+    assert not out[1, :, :2].any()
+    mean = v[1, :, 1].float().mean(0)
+    assert rms(out[1, :, 2:] - mean) < 0.1 * rms(mean)
 
 
 @on_hopper

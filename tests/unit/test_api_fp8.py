@@ -464,6 +464,16 @@ def test_opcheck():
     torch.library.opcheck(_ops_fp8.FWD_FP8, operator_arguments(), test_utils=checks)
 
 
+@pytest.mark.parametrize(("hadamard", "smooth"), [(True, True), (True, False), (False, True)])
+def test_operator_that_rounds(hadamard, smooth):
+    """On CPU tensors, and without data, it is flash_attn_fp8_func in bfloat16."""
+    q, k, v = (x.bfloat16() for x in tensors())
+    arguments = (q, k, v, True, fp8._key(3) if hadamard else -1, smooth)
+    wanted = flash_attn_fp8_func(q, k, v, causal=True, hadamard=hadamard, smooth_k=smooth, seed=3)
+    assert torch.equal(_ops_fp8.FWD_ROUNDED(*arguments), wanted)
+    torch.library.opcheck(_ops_fp8.FWD_ROUNDED, arguments)
+
+
 def test_compiles_into_one_graph():
     torch._dynamo.reset()
     (q, k, v), factors = quantized(*tensors())
