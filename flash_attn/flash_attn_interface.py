@@ -149,6 +149,8 @@ def flash_attn_func(
     if (
         plain
         and type(q) is Tensor
+        and k is not None
+        and v is not None
         and q.is_cuda
         and not (return_lse or return_attn_probs)
         and (softmax_scale is None or (type(softmax_scale) is float and softmax_scale > 0.0))

@@ -112,7 +112,9 @@ def flash_attn_with_kvcache(
 
     # The usual call at once: the host library checks the tensors while it reads them. What it refuses goes the long way
     # below, which converts what can be, or says what is wrong and with which argument.
-    if usual and type(q) is Tensor and q.is_cuda and q.dtype is not checks.FP8 and not is_compiling():
+    # (None is looked for here: torch writes its own exception about a tensor that is none to stderr.)
+    caches = k_cache is not None and v_cache is not None
+    if usual and caches and type(q) is Tensor and q.is_cuda and q.dtype is not checks.FP8 and not is_compiling():
         try:
             batch, seqlen_q, heads, head_dim = q.shape
             lengths, length = cache_seqlens, -1

@@ -163,6 +163,14 @@ bool lengths_vary(const FwdParams& fwd) {
   return fwd.sequences.cu_seqlens_q != nullptr || fwd.sequences.seqused_q != nullptr;
 }
 
+// Whether the last tile of each head leaves a warpgroup, which has 64 rows, without work. 132 multiprocessors are a multiple
+// of the 6 and 22 tiles of 192 rows that 1,024 and 4,096 queries have: dealt in rounds, all such tiles come to the same third.
+bool has_short_tile(const Kernel& kernel, const FwdParams& fwd) {
+  const int block_m = static_cast<int>(kernel.record->block_m);
+  const int rest = fwd.seqlen_q % block_m;
+  return rest > 0 && rest + 64 <= block_m;
+}
+
 bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& fwd, int64_t key_rows,
                     const TileOptions& options, CUstream stream) {
   if (key_rows == 0) return false;  // an empty tensor has no map
@@ -173,15 +181,10 @@ bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& f
       !encode_keys_map(cuda, params.v_map, kernel, fwd, fwd.v, fwd.v_stride, fwd.head_dim_v, key_rows)) {
     return false;
   }
-  // Measured on an H200: the longest tiles of 32 heads first. One head after another where no tile is longer than others,
-  // or where masked ones are dealt in rounds. Without a mask, each head's one short tile, which leaves a warpgroup (64 rows)
-  // without work, would come to the same thread blocks in every round: 132 is a multiple of the 6 and 22 tiles of 192 rows
-  // that 1,024 and 4,096 queries have.
+  // Measured on an H200: where tiles differ, those of 32 heads together, the longest first; else one head after another.
   constexpr int kHeadsOfAGroup = 32;
-  const int rest = fwd.seqlen_q % static_cast<int>(kernel.record->block_m);
-  const bool short_tile = rest > 0 && rest + 64 <= static_cast<int>(kernel.record->block_m);
-  const bool mixed = kernel.masked ? options.counter != nullptr : options.counter == nullptr && short_tile;
-  params.heads_per_group = mixed ? kHeadsOfAGroup : 1;
+  const bool differ = kernel.masked || (has_short_tile(kernel, fwd) && !lengths_vary(fwd));
+  params.heads_per_group = options.counter != nullptr && differ ? kHeadsOfAGroup : 1;
   params.next_tile = options.counter;
   const unsigned grid = persistent_grid(kernel, fwd, options.sm_margin);
   if (options.counter != nullptr && grid > 0) {
@@ -196,10 +199,12 @@ bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& f
 
 bool wants_tile_counter(const Kernel& kernel, const FwdParams& params) {
   if (!kernel.tensor_maps || kernel.dtype == Dtype::e4m3) return false;
-  // Measured on an H200: of short sequences of one length, each thread block's share is as good, and has no memory to clear.
+  // Measured on an H200: of short masked sequences of one length, and of equal tiles, each thread block's share is as good,
+  // and has no memory to clear.
   constexpr int64_t kShort = 16;
   const int64_t blocks = blocks_of(params.seqlen_q, kernel.record->block_m);
-  if (!lengths_vary(params) && !(kernel.masked && blocks >= kShort)) return false;
+  const bool differ = kernel.masked ? blocks >= kShort : has_short_tile(kernel, params);
+  if (!lengths_vary(params) && !differ) return false;
   return grid_of(kernel, blocks, params.heads, params.batch) > static_cast<unsigned>(kernel.multiprocessors);
 }
 

@@ -89,12 +89,12 @@ def test_backward_with_maps(hopper: Machine) -> None:
         ("causal 128 2 1921 200 8 2", 1, 32),  # long tiles and short ones: as they come, 32 heads together
         ("general 128 2 1921 200 8 2", 1, 32),
         ("full 128 2 1920 200 8 2", 0, 1),
-        ("full 128 2 1921 200 8 2", 0, 32),  # a short tile in each head
+        ("full 128 2 1921 200 8 2", 1, 32),  # a short tile in each head
         ("full 128 2 1985 200 8 2", 0, 1),  # of two warpgroups, which both have rows
         ("causal 128 1 2048 200 8 2", 0, 1),  # a tile for each block
         ("causal 128 20 300 200 8 2 packed 6000", 1, 32),  # lengths that vary
         ("full 128 20 300 200 8 2 packed 6000", 1, 1),
-        ("full 128 1 300 200 8 2 packed 300", 0, 32),
+        ("full 128 1 300 200 8 2 packed 300", 0, 1),
     ],
 )
 def test_tiles_as_they_come(hopper: Machine, call: str, counter: int, heads_per_group: int) -> None:
