@@ -1,6 +1,6 @@
 """Tables and a chart from the JSON that benchmark.py writes.
 
-python benchmarks/report.py results/h200.json --markdown results/h200.md --chart results/h200.svg
+python benchmarks/report.py results/h200-bars.json --markdown results/h200-bars.md --chart results/h200-bars.svg
 """
 
 from __future__ import annotations
