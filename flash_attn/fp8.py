@@ -100,7 +100,7 @@ def rotate(x: Tensor, seed: int = 0) -> Tensor:
     if checks.tensor_of("x", x).dim() == 0 or not x.dtype.is_floating_point:
         raise DtypeError(f"x must be a floating point tensor (..., D), got {x.dtype} of shape {checks.sizes(x)}.")
     matrix = _rotation(x.shape[-1], _key(seed), x.device)
-    rotated: Tensor = torch.matmul(x.to(torch.float32), matrix) * matrix.shape[1] ** -0.5
+    rotated: Tensor = _product(x.to(torch.float32), matrix) * matrix.shape[1] ** -0.5
     return rotated
 
 
@@ -233,7 +233,7 @@ def _rounded_in_torch(
     else:
         matrix = _rotation(x.shape[-1], key, x.device)
         scale = matrix.shape[1] ** -0.5
-        y = torch.matmul(x, matrix) * scale
+        y = _product(x, matrix) * scale
     of_row = y.abs().amax(-1) if y.shape[-1] > 0 else y.new_zeros(y.shape[:-1])
     heads = y.shape[-2]
     largest = rows.largest(of_row.reshape(*of_row.shape[:-1], heads_kv, heads // heads_kv).amax(-1))
@@ -245,10 +245,19 @@ def _rounded_in_torch(
         outlier = squares > _OUTLIER**2 * squares.mean(-1, keepdim=True)
         for _ in range(2):
             # The error in the columns of x: rotated back, rounded numbers and signs are exact.
-            error = x - torch.matmul(rounded.to(torch.float32), matrix.t()) * (by_row * scale)
+            error = x - _product(rounded.to(torch.float32), matrix.t()) * (by_row * scale)
             target = torch.where(outlier, target + _SHARE * error, target)
-            rounded = _to_fp8(torch.matmul(target, matrix) * scale / by_row)
+            rounded = _to_fp8(_product(target, matrix) * scale / by_row)
     return rounded, descale
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix`` in float32, also under ``torch.autocast``, which would take the factors' dtype along."""
+    kind = x.device.type
+    if not torch.amp.is_autocast_available(kind):  # meta
+        return torch.matmul(x, matrix)
+    with torch.autocast(kind, enabled=False):
+        return torch.matmul(x, matrix)
 
 
 def factors_of(largest: Tensor) -> Tensor:

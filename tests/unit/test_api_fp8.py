@@ -270,6 +270,20 @@ def test_another_default_dtype(default):
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("hadamard", [True, False])
+def test_autocast_leaves_the_rounding_alone(hadamard):
+    q, k, v = (x.half() for x in tensors())
+    wanted = flash_attn_fp8_func(q, k, v, return_lse=True, hadamard=hadamard)
+    rotated, turned = rotate(q), rotate_and_quantize(q)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = flash_attn_fp8_func(q, k, v, return_lse=True, hadamard=hadamard)
+        found_rotated, found_turned = rotate(q), rotate_and_quantize(q)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    torch.testing.assert_close(found_rotated, rotated, rtol=0, atol=0)
+    assert torch.equal(found_turned[0].float(), turned[0].float())
+    torch.testing.assert_close(found_turned[1], turned[1], rtol=0, atol=0)
+
+
 def test_factors_too_small_to_divide_by():
     rounded, descale = quantize(torch.full((1, 3, 2, 64), 1e-42))
     assert torch.equal(descale, torch.ones(1, 2))
