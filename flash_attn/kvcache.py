@@ -154,9 +154,8 @@ def flash_attn_with_kvcache(
                 if scale > 0.0:
                     place = (scale, causal, lengths, length, block_table, *seldom)
                     if appends:
-                        out, lse = KVCACHE(
-                            q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, *place
-                        )
+                        rotary = _detached(rotary_cos), _detached(rotary_sin), rotary_interleaved
+                        out, lse = KVCACHE(q, k_cache, v_cache, k, v, *rotary, *place)
                     else:
                         out, lse = DECODE(q, k_cache, v_cache, *place)
                     return (out, lse) if return_softmax_lse else out
@@ -433,6 +432,7 @@ def _rotation_of(
     cache: _Cache,
 ) -> _Rotation:
     starts = checks.numbers_of("rotary_seqlens", starts, cache.batch, q)
+    cos, sin = _detached(cos), _detached(sin)
     if cos is None and sin is None:
         return _Rotation(None, None, interleaved, None, same_position)
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):

@@ -382,6 +382,13 @@ def test_sequence_parallel_dropout_and_spare_tokens():
 def test_results_of_a_cache_want_no_gradient():
     q, cache = randn(1, 1, 2, 8), randn(1, 5, 2, 8)
     assert not flash_attn_with_kvcache(q, cache, cache).requires_grad
+    new, angles = randn(1, 1, 2, 8), randn(5, 2, dtype=torch.float32)
+    caches = [cache.detach().clone() for _ in "kv"]
+    for options in ({}, {"causal": True}, {"rotary_seqlens": int32(1)}):
+        assert not flash_attn_with_kvcache(
+            q, *caches, new, new, angles, angles, cache_seqlens=3, **options
+        ).requires_grad
+    assert not any(x.requires_grad for x in caches)
 
 
 def test_a_cache_with_qv():
