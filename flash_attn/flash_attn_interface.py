@@ -410,6 +410,8 @@ def flash_attn_varlen_func(
         and sm_margin == 0
         and alibi_slopes is block_table is learnable_sink is qv is seqused_q is seqused_k is leftpad_k is None
         and q_descale is k_descale is v_descale is None
+        and k is not None
+        and v is not None
         and type(max_seqlen_q) is type(max_seqlen_k) is int
         and not (return_lse or return_attn_probs)
         and (softmax_scale is None or (type(softmax_scale) is float and softmax_scale > 0.0))

@@ -344,6 +344,8 @@ def flash_attn_fp8_func(
     # The usual call at once, as in flash_attn_func: kernels round all three tensors. What they cannot goes in steps.
     if (
         type(q) is Tensor
+        and k is not None
+        and v is not None
         and q.is_cuda
         and softcap == 0.0
         and window_size == _NO_WINDOW

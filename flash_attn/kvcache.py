@@ -124,7 +124,8 @@ def flash_attn_with_kvcache(
                 seqlen_q, heads, 1, k_cache.shape[2], block_table is not None
             )
             appends = k is not None and v is not None
-            fits = decodes and (appends or k is v is rotary_cos is rotary_sin is None)
+            # The kernels need no heads, and Python wants them.
+            fits = decodes and heads > 0 and (appends or k is v is rotary_cos is rotary_sin is None)
             if not fits:
                 pass
             elif (

@@ -237,11 +237,11 @@ void read_problem(Problem& problem, const Rows& q, const Cache& k_cache, const C
   params.head_dim = static_cast<int>(padded(q.sizes[3]));
   params.head_dim_v = static_cast<int>(padded(v.sizes[3]));
   params.scale = static_cast<float>(options.without_scale ? usual_scale(q) : options.softmax_scale);
+  KernelQuery query = {};
+  query.dtype = kernel_dtype(q.argument);  // of a problem without rows, too
   if (params.lse_count == 0) return;
 
-  KernelQuery query = {};
   query.op = Op::decode;
-  query.dtype = kernel_dtype(q.argument);
   query.mask = Mask::general;
   query.head_dim = params.head_dim > params.head_dim_v ? params.head_dim : params.head_dim_v;
   query.device = q.argument.device;

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import processes
 import pytest
-from host_support import H200, HELPERS, VERSION, every_kernel, fake_driver, fake_torch_gpu, library
+from host_support import H200, HELPERS, ROOT, VERSION, every_kernel, fake_driver, fake_torch_gpu, library
 
 CASES = [
     case
@@ -71,6 +71,24 @@ def answers() -> dict[str, str]:
 @pytest.mark.parametrize("case", CASES)
 def test_operators(answers: dict[str, str], case: str) -> None:
     assert answers[case] == ""
+
+
+def test_direct_ways() -> None:
+    """The package itself: what the functions hand to an operator before they check it."""
+    library_of = installed()
+    package = library_of.parent / "flash_attn"
+    shutil.copytree(ROOT / "flash_attn", package, ignore=shutil.ignore_patterns("*.so", "*.kernels", "build_info.json"))
+    for name in ("libflash_attn.so", "flash_attn.kernels"):
+        (library_of.parent / name).rename(package / name)
+    found = run(
+        [str(HELPERS / "direct_ways.py")],
+        PYTHONPATH=str(package.parent),
+        LD_PRELOAD=str(fake_torch_gpu()),
+        LD_LIBRARY_PATH=str(fake_driver()),
+        FAKE_CUDA_DEVICES=H200,
+        FAKE_CUDA_COMPUTE="1",
+    )
+    assert found == "all is well"
 
 
 LOAD = """

@@ -115,6 +115,8 @@ def case_decode_output() -> None:
     assert torch.equal(decode_output(case, 0.3), case()[0])
     raises(lambda: decode_output(replace(case, q=case.q.float()), 0.3), "different dtypes")
     raises(lambda: decode_output(replace(case, seqlens_k=ints(1))), "seqlens_k has shape (1), expected (2)")
+    wide = {name: getattr(case, name).float() for name in ("k_cache", "v_cache")}
+    raises(lambda: decode_output(replace(case, q=case.q[:, :0].float(), **wide)), "q is float32")
 
 
 def kvcache_output(c: Update, *scale: float) -> Tensor:
