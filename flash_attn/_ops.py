@@ -41,6 +41,7 @@ __all__ = [
     "define",
     "direct",
     "register_cpu",
+    "register_in_turn",
     "register_output",
     "register_without_gradient",
     "usual_scale",
@@ -107,6 +108,26 @@ def register_without_gradient(name: str, fake: Callable[..., Tensor]) -> None:
     torch.library.register_fake(f"flash_attn::{name}", checked, lib=LIB)
 
 
+def register_in_turn(operator: Any, joined: Callable[..., Any]) -> None:
+    """How torch.func.vmap has ``operator``: once for each. ``joined`` does the same with a gradient.
+
+    Inside of vmap no tensor says that it wants one, so a call is taken for inference; below vmap they do say.
+    """
+
+    def in_turn(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+        wanted = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+        function = joined if wanted else operator
+        pairs = [*zip(arguments, in_dims, strict=True)]
+        results = [
+            function(*[x if dim is None else x.select(dim, i) for x, dim in pairs]) for i in range(info.batch_size)
+        ]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results), 0
+        return tuple(torch.stack(of_all) for of_all in zip(*results, strict=True)), (0,) * len(results[0])
+
+    torch.library.register_vmap(operator, in_turn, lib=LIB)
+
+
 def direct(operator: Any) -> Callable[..., Any]:
     """What calling an overload calls, without the Python function in between, which a small call feels."""
     function: Callable[..., Any] = getattr(operator, "_op", operator)
@@ -166,6 +187,19 @@ def usual_scale(q: Tensor, softmax_scale: float | None) -> float:
 
 
 register_output("fwd", _output_forward, _fake_forward)
+
+
+def _joined(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = ATTENTION(q, k, v, softmax_scale, causal, True)  # nobody says whether it may differ
+    return out
+
+
+def _joined_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None) -> Tensor:
+    return _joined(q, k, v, usual_scale(q, softmax_scale), causal)[0]
+
+
+register_in_turn(FWD, _joined)
+register_in_turn(FWD_OUTPUT, _joined_output)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from . import reference_general
-from ._ops import LIB, define, define_joined, register_cpu, register_output, usual_scale
+from ._ops import LIB, define, define_joined, register_cpu, register_in_turn, register_output, usual_scale
 from .errors import UnsupportedFeatureError
 from .problem import Problem, sink_gradient
 from .reference import lse_dtype
@@ -235,6 +235,38 @@ define_joined(
     _attention_general,
 )
 ATTENTION_GENERAL = torch.ops.flash_attn.attention_general.default
+
+
+def _joined(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+    out: tuple[Tensor, Tensor] = ATTENTION_GENERAL(q, k, v, *options[:5], *options[6:], True)
+    return out
+
+
+def _joined_output(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    causal: bool = False,
+    softmax_scale: float | None = None,
+) -> Tensor:
+    p = Problem(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        softmax_scale=usual_scale(q, softmax_scale),
+        causal=causal,
+    )
+    out: Tensor = ATTENTION_GENERAL(q, k, v, *p, True)[0]
+    return out
+
+
+register_in_turn(FWD_GENERAL, _joined)
+register_in_turn(FWD_GENERAL_OUTPUT, _joined_output)
 torch.library.register_fake("flash_attn::attention_general", _fake_forward, lib=LIB)
 torch.library.register_autograd(
     "flash_attn::attention_general", once_differentiable(_backward_general), setup_context=_save_general, lib=LIB

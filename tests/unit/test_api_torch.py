@@ -326,6 +326,37 @@ def test_function_transforms_are_refused(options):
         torch.func.vmap(torch.func.grad(lambda x: flash_attn_func(x, x, x, **options).sum()))(q)
 
 
+VMAPPED = [
+    lambda x: flash_attn_func(x, x, x, causal=True),
+    lambda x: flash_attn_func(x, x, x, return_lse=True)[1],
+    lambda x: flash_attn_func(x, x, x[..., :4], window_size=(2, 0)),
+    lambda x: flash_attn.flash_attn_varlen_func(x[0], x[0], x[0], int32(0, 1, 5), int32(0, 1, 5), 4, 4),
+    lambda x: _ops.FWD_OUTPUT(x, x, x, True),
+    lambda x: _ops.FWD_OUTPUT(x, x, x),
+    lambda x: _ops_general.FWD_GENERAL_OUTPUT(x[0], x[0], x[0], int32(0, 1, 5), int32(0, 1, 5), 4, 4, True),
+]
+
+
+@pytest.mark.parametrize("call", VMAPPED)
+def test_vmap_keeps_the_gradient(call):
+    """Inside of it no tensor says that it wants one."""
+    x = torch.randn(3, 1, 5, 2, 8, dtype=torch.float64)
+    leaves = [x.clone().requires_grad_() for _ in range(2)]
+    out, wanted = torch.func.vmap(call)(leaves[0]), torch.stack([call(each) for each in x])
+    assert torch.equal(out, wanted)
+    by_leaf = leaves[1].unbind()
+    # The functions, of leaves that say so; the operators have no gradient outside of vmap.
+    if call not in VMAPPED[4:]:
+        grads = torch.autograd.grad(sum(call(each).square().sum() for each in by_leaf), leaves[1])
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), leaves[0]), grads)
+    else:
+        assert torch.autograd.grad(out.square().sum(), leaves[0])[0].abs().max() > 0
+    with torch.no_grad():
+        assert torch.equal(torch.func.vmap(call, in_dims=1)(x.transpose(0, 1)), wanted)
+    with pytest.raises(RuntimeError):  # rather than zeros
+        torch.func.grad(lambda x: torch.func.vmap(call)(x).sum())(x)
+
+
 def test_public_names():
     assert set(flash_attn.__all__) >= {"__version__", "flash_attn_func", "supported"}
     assert all(hasattr(flash_attn, name) for name in flash_attn.__all__)
