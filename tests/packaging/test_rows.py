@@ -37,6 +37,10 @@ from buildtools.matrix import Wheel
 from buildtools.metadata import load_project
 from buildtools.variables import read_variables
 
+# The fake GPU computes by torch's CPU, which in 2.4 cannot fill e4m3 (CUDA can): the cases that pad FP8 tensors.
+NO_FILL = "\"fill_cpu\" not implemented for 'Float8_e4m3fn'"
+PADDED_FP8 = {"case_fp8_head_dims", "case_fp8_failures_free_everything", "case_fp8_success_frees_everything"}
+
 TABLE, MATRIX = load_tables(ROOT)
 # What a wheel of the stable ABI is tried with, beside the oldest torch that it is for: the one that its declarations
 # were compared with, and the newest.
@@ -205,7 +209,9 @@ def test_its_cuda_operators_run_inside_its_torch(proof: Proof) -> None:
     assert result.returncode == 0, result.stdout
     answers = json.loads(result.stdout.splitlines()[-1])
     assert len(answers) >= 90
-    assert {name: answer for name, answer in answers.items() if answer} == {}
+    known = PADDED_FP8 if tuple(map(int, version.split(".")[:2])) < (2, 5) else set()
+    assert {name: answer for name, answer in answers.items() if answer and name not in known} == {}
+    assert all(NO_FILL in answers[name] for name in known)
 
 
 @pytest.mark.parametrize("isolation", [True, False], ids=["isolated", "no-build-isolation"])
