@@ -280,7 +280,7 @@ def _key(seed: int) -> int:
     return key
 
 
-_cached_key = functools.lru_cache(maxsize=64)(_key)
+_cached_key = functools.lru_cache(maxsize=64, typed=True)(_key)  # 1.0 is refused also where 1 was given before
 
 
 def _columns(head_dim: int) -> int:
