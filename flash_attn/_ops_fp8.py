@@ -75,6 +75,11 @@ def _fake_forward(
     return out, q.new_empty(tuple(p.lse_shape(q)), dtype=torch.float32)
 
 
+def _usual_problem(q: Tensor, k: Tensor, causal: bool, softmax_scale: float | None) -> Problem:
+    scale = usual_scale(q, softmax_scale)
+    return Problem(max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=scale, causal=causal)
+
+
 def _output_forward(
     q: Tensor,
     k: Tensor,
@@ -85,9 +90,7 @@ def _output_forward(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    p = Problem(
-        max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=usual_scale(q, softmax_scale), causal=causal
-    )
+    p = _usual_problem(q, k, causal, softmax_scale)
     return reference_fp8.forward(q, k, v, q_descale, k_descale, v_descale, p)
 
 
@@ -100,9 +103,7 @@ def _cpu_rounded(
 ) -> Tensor:
     from .fp8 import attend_in_steps  # which imports this file
 
-    p = Problem(
-        max_seqlen_q=q.shape[1], max_seqlen_k=k.shape[1], softmax_scale=usual_scale(q, softmax_scale), causal=causal
-    )
+    p = _usual_problem(q, k, causal, softmax_scale)
     return attend_in_steps(q, k, v, p, key if key >= 0 else None, smooth)[0]
 
 

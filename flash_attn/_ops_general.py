@@ -150,18 +150,16 @@ def _fake_backward(*_: object) -> None:
     return None
 
 
-def _output_forward(
+def _usual_problem(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     causal: bool = False,
     softmax_scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    p = Problem(
+) -> Problem:
+    return Problem(
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -169,7 +167,10 @@ def _output_forward(
         softmax_scale=usual_scale(q, softmax_scale),
         causal=causal,
     )
-    return reference_general.forward(q, k, v, p)
+
+
+def _output_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    return reference_general.forward(q, k, v, _usual_problem(q, *arguments))
 
 
 register_cpu("fwd_general", _cpu_forward)
@@ -242,26 +243,8 @@ def _joined(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Ten
     return out
 
 
-def _joined_output(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-) -> Tensor:
-    p = Problem(
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        softmax_scale=usual_scale(q, softmax_scale),
-        causal=causal,
-    )
-    out: Tensor = ATTENTION_GENERAL(q, k, v, *p, True)[0]
+def _joined_output(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> Tensor:
+    out: Tensor = ATTENTION_GENERAL(q, k, v, *_usual_problem(q, *arguments), True)[0]
     return out
 
 

@@ -267,7 +267,7 @@ int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, 
     task.tiles = static_cast<int>(blocks_of(task.rows, rows_at_once * kFp8RoundingPasses));
     task.first_block = static_cast<int>(blocks);
     blocks += grid_of(kernel, task.tiles, task.heads, params.batch);
-    grid_of(kernel, blocks, 1, 1);
+    grid_of(kernel, blocks, 1, 1);  // that all of them together are a grid
   }
   // Enough to fill a GPU, few enough to add up in each block that needs the mean.
   constexpr int64_t kMostParts = 32;

@@ -401,6 +401,7 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* s
   params.heads_kv = static_cast<int>(p.heads_kv());
   params.bf16 = p.dtype() == constants().bf16 ? 1 : 0;
   params.key = static_cast<int>(rotate ? key : 0);
+  // The square of _OUTLIER, and _SHARE, of flash_attn/fp8.py.
   params.outlier = 9.0f;
   params.share = 0.6f;
   const int64_t factors = int64_t{3} * params.batch * params.heads_kv;
