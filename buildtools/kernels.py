@@ -19,7 +19,7 @@ from typing import Any
 from .archs import Arch, parse_arch
 from .errors import ArchError, SharedMemoryError, SubsetError, TableError, nearest
 
-OPS = ("fwd", "bwd", "decode", "rotary")
+OPS = ("fwd", "bwd", "decode", "rotary", "round")
 DTYPES = ("fp16", "bf16", "e4m3")
 MASKS = ("full", "causal", "general")  # FA_MASK is the place of the row's mask in this tuple
 REQUIRED_TILES = ("block_m", "block_n", "warps", "stages", "min_blocks")

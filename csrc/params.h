@@ -103,10 +103,10 @@ struct FwdFp8Params {
   int blocks_n;          // ceil(seqlen_k / block_n)
 };
 
-// flash_round_sums, flash_round_largest and flash_round of dtype e4m3, launched in this order on one stream: 16-bit q, k
-// and v to e4m3, with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys taken off k
-// first; flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent.
-// All have the record's threads, and no dynamic shared memory.
+// flash_round_sums, flash_round_largest and flash_round, launched in this order on one stream: 16-bit q, k and v to e4m3,
+// with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys taken off k first;
+// flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent. All have
+// the record's threads, and no dynamic shared memory.
 //
 // Of q, k and v in this order. The rows of a head are cut into tiles of threads * 16 / FA_HEAD_DIM * kFp8RoundingPasses; a
 // block works on tile t of head h of sequence b, with number first_block + (b * heads + h) * tiles + t.

@@ -282,9 +282,9 @@ void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, 
   const Fp8RoundingTask& last = params.task[2];
   const unsigned grid = static_cast<unsigned>(last.first_block) + grid_of(kernel, last.tiles, last.heads, params.batch);
   const CurrentContext current(cuda, kernel.context);
-  launch_early(cuda, kernel, 2, params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, 1) : 1, 0, &params, stream);
-  launch_early(cuda, kernel, 3, grid, 0, &params, stream);
-  launch_early(cuda, kernel, 4, grid, 0, &params, stream);
+  launch_early(cuda, kernel, 0, params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, 1) : 1, 0, &params, stream);
+  launch_early(cuda, kernel, 1, grid, 0, &params, stream);
+  launch_early(cuda, kernel, 2, grid, 0, &params, stream);
 }
 
 void fill_minus_infinity(const Kernel& kernel, float* values, int64_t count, CUstream stream) {

@@ -14,10 +14,10 @@
 
 namespace flash_attn {
 
-enum class Op { fwd, bwd, decode, rotary };
+enum class Op { fwd, bwd, decode, rotary, round };
 enum class Dtype { fp16, bf16, e4m3 };
 enum class Mask { full, causal, general };  // the mask kinds of kernels.toml
-constexpr int kOps = 4, kDtypes = 3, kMasks = 3;
+constexpr int kOps = 5, kDtypes = 3, kMasks = 3;
 
 // The largest head dim that any kernel may have, and the granularity of the caller's head dim.
 constexpr int kMaxHeadDim = 256;
@@ -41,7 +41,7 @@ struct KernelQuery {
   Preference preference;
 };
 
-constexpr int kMaxEntryPoints = 5;
+constexpr int kMaxEntryPoints = 3;
 
 // A kernel loaded on one device. Never unloaded.
 struct Kernel {
@@ -97,7 +97,7 @@ int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_ro
 // Launches flash_transpose_v and flash_fwd of dtype e4m3. As launch_fwd; the factors and v_tiles are set too.
 bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, int64_t sm_margin, CUstream stream);
 
-// Floats that flash_round's kernels work in, `sums` first. Sets what of `params` follows from its tasks' rows, heads and
+// Floats that the kernels of Op::round work in, `sums` first. Sets what of `params` follows from its tasks' rows, heads and
 // columns, batch and heads_kv; `smooth`: the mean of all keys is taken off them.
 int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, bool smooth);
 

@@ -13,7 +13,7 @@ namespace flash_attn {
 
 namespace {
 
-constexpr const char* kOpNames[kOps] = {"fwd", "bwd", "decode", "rotary"};
+constexpr const char* kOpNames[kOps] = {"fwd", "bwd", "decode", "rotary", "round"};
 constexpr const char* kDtypeNames[kDtypes] = {"fp16", "bf16", "e4m3"};
 constexpr const char* kMaskNames[kMasks] = {"full", "causal", "general"};
 
@@ -28,9 +28,9 @@ constexpr EntryPoints kEntryPoints[kOps] = {
     {{"flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"}, 3, 1},
     {{"flash_decode", "flash_combine"}, 2, 0},
     {{"flash_rotary"}, 1, 0},
+    {{"flash_round_sums", "flash_round_largest", "flash_round"}, 3, 2},
 };
-constexpr EntryPoints kFp8EntryPoints = {
-    {"flash_transpose_v", "flash_fwd", "flash_round_sums", "flash_round_largest", "flash_round"}, 5, 1};
+constexpr EntryPoints kFp8Forward = {{"flash_transpose_v", "flash_fwd"}, 2, 1};
 
 // Kernel families, the fastest first. The last one has every feature, but for FP8, which the first one alone has.
 constexpr const char* kFamilies[] = {"sm90", "sm80"};
@@ -275,8 +275,8 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   if (!any_fits) fail_shared_memory(*choice.images[0], 0, gpu);
   if (guard.module == nullptr) fail_no_arch(set, choice.group, gpu, refused.c_str());
 
-  const EntryPoints& points =
-      query.dtype == Dtype::e4m3 ? kFp8EntryPoints : kEntryPoints[static_cast<int>(query.op)];
+  const bool fp8_forward = query.op == Op::fwd && query.dtype == Dtype::e4m3;
+  const EntryPoints& points = fp8_forward ? kFp8Forward : kEntryPoints[static_cast<int>(query.op)];
   Kernel kernel = {};
   kernel.record = record;
   kernel.dtype = query.dtype;

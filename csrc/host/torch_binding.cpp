@@ -204,7 +204,7 @@ const Kernel& kernel_for(Op op, const Problem& p, Preference preference) {
   query.preference = preference;
   query.op = op;
   query.dtype = p.dtype() == constants().bf16 ? Dtype::bf16 : p.dtype() == constants().fp16 ? Dtype::fp16 : Dtype::e4m3;
-  query.mask = p.mask;
+  query.mask = op == Op::round ? Mask::general : p.mask;
   query.head_dim = static_cast<int>(padded(p.head_dim() > p.head_dim_v() ? p.head_dim() : p.head_dim_v(), p.step()));
   query.device = p.device();
   return resolve(query);
@@ -357,7 +357,7 @@ Rows rounded_rows(const Rows& rows, int64_t columns, const void* data) {
 }
 
 // FP8 attention of 16-bit tensors. Throws where Python is to round them by other means: rows of an odd size or place,
-// fewer columns than the kernel's, nothing to round.
+// fewer columns than the kernel's, no such kernel, nothing to round.
 void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* stack) {
   if (p.query_rows() * p.heads() == 0 || p.key_rows() == 0) fail("there is nothing to round.");
   const bool rotate = key >= 0;
@@ -384,7 +384,7 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* s
   rounded.seqlen_k = p.seqlen_k;
   rounded.softmax_scale = p.softmax_scale;
   rounded.mask = p.mask;
-  const Kernel& kernel = kernel_for(Op::fwd, rounded, Preference::throughput);
+  const Kernel& kernel = kernel_for(Op::round, rounded, Preference::throughput);
   if (rotate && columns != kernel.record->head_dim) fail("k has fewer columns than v, and a kernel less.");
 
   Fp8RoundingParams params = {};

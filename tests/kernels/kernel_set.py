@@ -39,7 +39,8 @@ def parse(key):
 
 _KEYS = archive.read(Path(flash_attn.__file__).parent / "flash_attn.kernels").keys
 EVERY_KERNEL = [parse(key) for key in _KEYS if "-e4m3-" not in key]
-FP8_KERNELS = [parse(key) for key in _KEYS if "-e4m3-" in key]  # forward only, with descale factors: tests of their own
+FP8_KERNELS = [parse(key) for key in _KEYS if key.startswith("fwd-") and "-e4m3-" in key]  # with descale factors
+ROUND_KERNELS = [parse(key) for key in _KEYS if key.startswith("round-")]  # to FP8
 # Those of attention with a scale and a causal mask, and those with every other feature.
 KERNELS = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask in ("full", "causal")]
 GENERAL = [k for k in EVERY_KERNEL if k.op in ("fwd", "bwd") and k.mask == "general"]

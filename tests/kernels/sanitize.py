@@ -41,13 +41,14 @@ from feature_cases import Case  # noqa: E402
 from feature_cases import run as run_feature  # noqa: E402
 from fp8_cases import Case as Fp8Case  # noqa: E402
 from fp8_cases import run as run_fp8_case  # noqa: E402
-from kernel_set import BASE_FAMILY, EVERY_KERNEL, FP8_KERNELS, faster_families  # noqa: E402
+from kernel_set import BASE_FAMILY, EVERY_KERNEL, FP8_KERNELS, ROUND_KERNELS, faster_families  # noqa: E402
 from layouts import contiguous, heads_first, wide_rows  # noqa: E402
 from rotary_cases import run as run_rotary  # noqa: E402
 
 from flash_attn import flash_attn_func  # noqa: E402
 from flash_attn._ops_fp8 import FWD_ROUNDED  # noqa: E402
 
+ALL = (*EVERY_KERNEL, *FP8_KERNELS, *ROUND_KERNELS)
 FOUND = 86  # the exit code that compute-sanitizer is told to use
 ONLY_OURS = ("--kernel-name", "kns=flash_")  # torch's kernels cost time
 # More mbarriers than a kernel has: those in dynamic shared memory are not counted by the tool.
@@ -166,12 +167,14 @@ def run_fp8(kernel):
             **options,
         )
         check(kernel, case, run_fp8_case(Fp8Case(case, ("contiguous", "wide_rows", "heads_first"), (True, True, True))))
-    if kernel.mask != "general":  # whose kernels round too, but for no caller
-        q, k, v = (
-            torch.randn(2, s, h, kernel.head_dim, device="cuda").half() for s, h in ((140, 2), (700, 1), (700, 1))
-        )
-        wrong = not FWD_ROUNDED(q, k, v, kernel.causal, 1, True).isfinite().all()
-        check(kernel, "rounded at once", ["not finite"] if wrong else [])
+
+
+def run_round(kernel):
+    """With the forward, which reads what was rounded."""
+    q, k, v = (torch.randn(2, s, h, kernel.head_dim, device="cuda").half() for s, h in ((140, 2), (700, 1), (700, 1)))
+    for key in (-1, 1):
+        wrong = not FWD_ROUNDED(q, k, v, False, key, True).isfinite().all()
+        check(kernel, f"rounded at once, {key=}", ["not finite"] if wrong else [])
 
 
 def run_rotary_kernel(kernel):
@@ -194,6 +197,8 @@ def check(kernel, case, wrong):
 def run(kernel):
     if kernel in FP8_KERNELS:
         run_fp8(kernel)
+    elif kernel in ROUND_KERNELS:
+        run_round(kernel)
     elif kernel.op == "decode":
         run_decode(kernel)
     elif kernel.op == "rotary":
@@ -340,7 +345,7 @@ def main(argv=None):
         run_control(options.control)
         return 0
     if options.run:
-        by_key = {kernel.key: kernel for kernel in (*EVERY_KERNEL, *FP8_KERNELS)}
+        by_key = {kernel.key: kernel for kernel in ALL}
         for key in options.run:
             print(f"kernel {key}", flush=True)
             run(by_key[key])
@@ -351,7 +356,7 @@ def main(argv=None):
     families = (BASE_FAMILY, *faster_families())
     kernels = [
         kernel
-        for kernel in (*EVERY_KERNEL, *FP8_KERNELS)
+        for kernel in ALL
         if kernel.family in families and any(fnmatch.fnmatchcase(kernel.key, glob) for glob in options.kernels or ["*"])
     ]
     failed = False

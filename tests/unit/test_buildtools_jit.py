@@ -116,6 +116,21 @@ def test_the_smallest_head_dim_that_holds_it(tree: Path, head_dim: int, built: i
     assert kernel.head_dim == built
 
 
+def test_what_rounds_to_fp8_is_a_row_of_its_own(environ: dict[str, str]) -> None:
+    """It does not depend on the mask, so that it is compiled once a head dim, and without the forward."""
+    table = kernels.load_table(ROOT / "kernels.toml")
+    rounds = [row for row in table.rows if any(name.startswith("flash_round") for name in row.entry_points)]
+    assert [row.key for row in rounds] == [f"round-sm90-e4m3-d{d}-general" for d in (128, 256, 64)]
+    assert {row.head_dim for row in rounds} == {row.head_dim for row in table.select(["fwd-sm90-e4m3-*"])}
+    for head_dim, built in ((64, 64), (80, 128), (256, 256)):
+        request = Request("round", "e4m3", "general", head_dim, ("sm90",))
+        (found, *_) = jit.candidates(table, request, Target(90), None, [])
+        assert found.name == f"round-sm90-e4m3-d{built}-general.90a"
+    product = jit.Jit(ROOT / "flash_attn", environ, sys.path).find(request, Target(90))
+    record = record_of(product)
+    assert (record.key, record.threads, record.smem_bytes) == ("round-sm90-e4m3-d256-general", 384, 0)
+
+
 def test_shared_memory_of_the_gpu(tree: Path) -> None:
     """Tiles for another arch where the GPU's own do not fit, and otherwise an error with both numbers."""
     table = kernels.load_table(tree / "kernels.toml")

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from host_support import H200, Machine, every_kernel
+from host_support import H200, Machine, every_kernel, kernel
+
+from buildtools import archive
 
 KEY = "fwd-sm90-e4m3-d128-causal"
 # device dtype mask head_dim batch seqlen_q seqlen_k heads heads_kv
@@ -85,6 +87,31 @@ def test_forced_family(machine: Machine, family: str) -> None:
 def test_head_dim_not_built(machine: Machine) -> None:
     [answer] = machine.run("fwd 0 e4m3 full 200 1 30 30 2 2")
     assert "kernel fwd-sm90-e4m3-d256-full is not built" in answer
+
+
+def test_rounding(machine: Machine) -> None:
+    """A kernel of its own, whatever the mask: of 384 threads and 128 columns, with 48 rows at once and 192 a block."""
+    assert machine.run(f"round {CALL}") == [f"ok floats={2 * 2 * 128 + 3 * 2 * 2} parts=2"]
+    launches = machine.log("launch")
+    assert {launch["key"] for launch in launches} == {"round-sm90-e4m3-d128-general"}
+    blocks = 2 * (8 * 2 + 2 * 2 + 2 * 2)  # 300 and 200 rows are two tiles a head
+    assert [(launch["entry"], launch["grid"]) for launch in launches] == [
+        ("flash_round_sums", "4,1"),
+        ("flash_round_largest", f"{blocks},1"),
+        ("flash_round", f"{blocks},1"),
+    ]
+    assert {(launch["block"], launch["smem"], launch["early"]) for launch in launches} == {("384", "0", "1")}
+
+
+def test_rounding_not_built(tmp_path: Path) -> None:
+    """As any other kernel: named, with what to do."""
+    machine = Machine(tmp_path)
+    machine.write_kernels(archive.pack("nvrtc 12.9.86", [kernel("fwd-sm90-e4m3-d128-causal", "90a")]))
+    for head_dim, missing in ((48, 64), (128, 128)):
+        [answer] = machine.run(f"round 0 e4m3 causal {head_dim} 2 300 200 8 2")
+        for part in (f"kernel round-sm90-e4m3-d{missing}-general is not built", f"{missing} in FLASH_ATTN_HEAD_DIMS"):
+            assert part in answer
+    assert machine.log("load") == []
 
 
 def test_both_devices(machine: Machine) -> None:

@@ -144,7 +144,7 @@ def test_loads_without_gpu_and_driver() -> None:
 def test_loads_with_a_driver() -> None:
     found = json.loads(run(["-c", LOAD, str(installed())], LD_LIBRARY_PATH=str(fake_driver()), FAKE_CUDA_DEVICES=H200))
     assert (found["count"], found["error"], found["capability"], found["supported"]) == (1, "", 90, 1)
-    assert "all 56 kernels run" in found["reason"]
+    assert "all 59 kernels run" in found["reason"]
 
 
 # ---- The choice of a family ----

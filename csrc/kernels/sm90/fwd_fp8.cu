@@ -15,7 +15,6 @@
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "params.h"
-#include "sm90/rounding.cuh"
 
 namespace {
 
@@ -636,26 +635,4 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) {
     reinterpret_cast<uint4*>(out)[i] = shared_tile[place(i)];
   }
-}
-
-using Rounding = rounding::Kernels<kHeadDim, kThreads>;
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    flash_round_sums(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
-  ptx::launch_dependents();
-  ptx::wait_on_dependencies();
-  Rounding().sums(p);
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    flash_round_largest(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
-  ptx::launch_dependents();
-  ptx::wait_on_dependencies();
-  Rounding().largest(p);
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    flash_round(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
-  ptx::wait_on_dependencies();
-  Rounding().round(p);
 }

@@ -241,7 +241,7 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
   const auto has = [&key](const char* part) { return key.find(part) != std::string::npos; };
   const Kind kind{has("-bf16-"), has("-causal"), has("-general"), atoi(key.c_str() + key.find("-d") + 2)};
   const int grid = static_cast<int>(launch.grid);
-  if (has("-e4m3-") && entry.rfind("flash_round", 0) == 0) {
+  if (has("round-sm90-e4m3-")) {
     const Rounding rounding(params_of<Fp8RoundingParams>(bytes), kind, launch.grid, launch.threads);
     if (entry == "flash_round_sums") return rounding.sums();
     if (entry == "flash_round_largest") return rounding.largest();

@@ -268,13 +268,13 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
       {"fwd", "flash_fwd"},
       {"bwd", "flash_bwd_preprocess flash_bwd flash_bwd_postprocess"},
       {"decode", "flash_decode flash_combine"},
-      {"rotary", "flash_rotary"}};
+      {"rotary", "flash_rotary"},
+      {"round", "flash_round_sums flash_round_largest flash_round"}};
   const std::string& key = static_cast<Module*>(module)->key;
-  static const std::string of_fp8 = " flash_transpose_v flash_round_sums flash_round_largest flash_round ";
-  const bool fp8 = key.find("-e4m3-") != std::string::npos && of_fp8.find(" " + std::string(name) + " ") != std::string::npos;
+  const bool values = key.find("fwd-sm90-e4m3-") == 0 && std::string(name) == "flash_transpose_v";
   const auto of_op = entries.find(key.substr(0, key.find('-')));
   if (of_op == entries.end() ||
-      (!fp8 && (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos)) {
+      (!values && (" " + of_op->second + " ").find(" " + std::string(name) + " ") == std::string::npos)) {
     return kNotFound;
   }
   *function = new Function{static_cast<Module*>(module), name};

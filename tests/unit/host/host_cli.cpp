@@ -75,6 +75,23 @@ fa::Strides contiguous(unsigned long long rows, unsigned long long heads, long l
 
 const fa::CUstream kStream = reinterpret_cast<fa::CUstream>(0x77);
 
+// Of q, k and v of one head dim, the keys less their mean.
+std::string run_rounding(const Shape& shape) {
+  const fa::Kernel& kernel = fa::resolve(
+      {fa::Op::round, fa::Dtype::e4m3, fa::Mask::general, shape.head_dim, shape.device, fa::Preference::throughput});
+  fa::Fp8RoundingParams params = {};
+  params.batch = shape.batch;
+  params.heads_kv = shape.heads_kv;
+  for (int i = 0; i < 3; ++i) {
+    params.task[i].rows = i == 0 ? shape.seqlen_q : shape.seqlen_k;
+    params.task[i].heads = i == 0 ? shape.heads : shape.heads_kv;
+    params.task[i].columns = shape.head_dim;
+  }
+  const long long floats = fa::fp8_rounding_workspace(kernel, params, true);
+  fa::launch_fp8_rounding(kernel, params, kStream);
+  return "ok floats=" + std::to_string(floats) + " parts=" + std::to_string(params.parts);
+}
+
 // "packed": the rows of packed queries, and of packed keys as many.
 std::string run_fp8(const fa::Kernel& kernel, const Shape& shape) {
   fa::FwdFp8Params params;
@@ -227,6 +244,7 @@ std::string answer(const std::string& line) {
     }
     if (command == "fwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::fwd, shape);
     if (command == "bwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::bwd, shape);
+    if (command == "round" && read_shape(rest.c_str(), &shape)) return run_rounding(shape);
     if (command == "threads" && read_shape(rest.c_str(), &shape)) {
       std::vector<std::string> answers(8);
       std::vector<std::thread> threads;

@@ -175,6 +175,9 @@ def case_rounded() -> None:
                 names = ["sums", "largest", "round", "transpose_v", "fwd"]
                 wanted_names = [f"flash_round_{name}" if name in names[:2] else f"flash_{name}" for name in names]
                 assert [x["entry"] for x in found] == wanted_names, found
+                forward = f"sm90-e4m3-d{(max(d, dv) + 63) // 64 * 64}"
+                keys = [f"round-{forward}-general"] * 3 + [f"fwd-{forward}-causal"] * 2
+                assert [x["key"] for x in found] == keys, found
                 wanted, _ = general_reference(*(x.double() for x in (q, k, v)), Options(**options))
                 assert out.dtype is torch.bfloat16
                 error = (out.double() - wanted).norm() / wanted.norm()
@@ -191,3 +194,4 @@ def case_rounded_wrong_arguments() -> None:
     raises(lambda: FWD_ROUNDED(*tensors(sq=0), False, 1, True), "nothing to round")
     raises(lambda: FWD_ROUNDED(*tensors(sk=0), False, 1, True), "nothing to round")
     raises(lambda: FWD_ROUNDED(q.float(), k.float(), v.float(), False, 1, True), "q is float32")
+    raises(lambda: FWD_ROUNDED(*tensors(d=256), False, 1, True), "kernel round-sm90-e4m3-d256-general is not built")

@@ -1,28 +1,26 @@
-// From 16-bit q, k and v to e4m3, for the FP8 forward of the same file: what flash_attn/fp8.py says in operations of torch.
+// From 16-bit q, k and v to e4m3, for the forward of fwd_fp8.cu: what flash_attn/fp8.py says in operations of torch.
 // Fp8RoundingParams has the order of the three kernels.
 //
 // A row of kHeadDim columns is in the registers of kRowLanes lanes, 16 columns each, in two chunks of 8. Its Hadamard
 // transform is of as many steps as a column's number has bits: those of the chunk and of its half are within a lane, the
 // lanes' are shuffles. Rotated and rounded numbers are never in memory but as the result.
-#pragma once
-
 #include "common/dropout.cuh"
 #include "common/ptx.cuh"
 #include "params.h"
 
-namespace rounding {
+namespace {
 
 using Params = flash_attn::Fp8RoundingParams;
 using Task = flash_attn::Fp8RoundingTask;
 
+constexpr int kHeadDim = FA_HEAD_DIM;
+constexpr int kThreads = FA_WARPS * 32;
 constexpr int kColumns = 16;  // of a lane
 constexpr float kLargest = 448.0f;  // of e4m3
 constexpr float kSmallestFactor = 1.17549435e-38f;  // the smallest normal float32
 constexpr unsigned kAll = 0xffffffffu;
 
-// `kHeadDim` columns, `kThreads` threads.
-template <int kHeadDim, int kThreads>
-struct Kernels {
+struct Rounding {
   static constexpr int kRowLanes = kHeadDim / kColumns;
   static constexpr int kRowsAtOnce = kThreads / kRowLanes;
   static constexpr int kTileRows = kRowsAtOnce * flash_attn::kFp8RoundingPasses;
@@ -295,4 +293,24 @@ struct Kernels {
   }
 };
 
-}  // namespace rounding
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flash_round_sums(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
+  Rounding().sums(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flash_round_largest(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
+  ptx::launch_dependents();
+  ptx::wait_on_dependencies();
+  Rounding().largest(p);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    flash_round(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
+  ptx::wait_on_dependencies();
+  Rounding().round(p);
+}
