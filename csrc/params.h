@@ -98,15 +98,16 @@ struct Descale {
 struct FwdFp8Params {
   FwdTmaParams tma;
   Descale q_descale, k_descale, v_descale;  // (B, Hk)
+  const float* v_mean;   // (Hk, FA_HEAD_DIM), added to the output of each row that sees a key; null: nothing, as with a sink
   void* v_tiles;         // workspace: heads_kv * v_tiles_of_head * block_n * FA_HEAD_DIM bytes, on 128
   int v_tiles_of_head;   // batch * blocks_n, or total_k / block_n + batch if packed
   int blocks_n;          // ceil(seqlen_k / block_n)
 };
 
 // flash_round_sums, flash_round_largest and flash_round, launched in this order on one stream: 16-bit q, k and v to e4m3,
-// with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys taken off k first;
-// flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent. All have
-// the record's threads, and no dynamic shared memory.
+// with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys or values taken off k or v
+// first; flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent.
+// All have the record's threads, and no dynamic shared memory.
 //
 // Of q, k and v in this order. The rows of a head are cut into tiles of threads * 16 / FA_HEAD_DIM * kFp8RoundingPasses; a
 // block works on tile t of head h of sequence b, with number first_block + (b * heads + h) * tiles + t.
@@ -119,18 +120,20 @@ struct Fp8RoundingTask {
   int heads;
   int columns;         // a multiple of 16, at most FA_HEAD_DIM
   int rotate;
+  int smooth;          // of k and v: the mean of all rows is taken off each
   int tiles;
   int first_block;
 };
 struct Fp8RoundingParams {
   Fp8RoundingTask task[3];
-  float* sums;     // (Hk, parts, FA_HEAD_DIM), workspace
+  float* sums;     // (2, Hk, parts, FA_HEAD_DIM), workspace: of k and v
+  float* v_mean;   // (Hk, FA_HEAD_DIM), what was taken off v; written if that is smoothed
   float* largest;  // (3, B, Hk), workspace
   float* descale;  // (3, B, Hk)
   int batch;
   int heads_kv;
   int bf16;        // of the sources
-  int parts;       // of k's rows, whose sums flash_round_sums takes, a block for each and head; 0: the mean stays, one block
+  int parts;       // of k's and v's rows, whose sums flash_round_sums takes, 2 * Hk * parts blocks; 0: no mean, one block
   int key;         // of the signs
   float scale;     // FA_HEAD_DIM ** -0.5
   float outlier;   // the square of how many times the root mean square of its row an outlier has

@@ -31,9 +31,11 @@ define(
     "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "bool causal=False, float? softmax_scale=None) -> Tensor"
 )
-# key: of the rotation's signs, negative for none; smooth: the mean of all keys is taken off each. out is bfloat16.
+# key: of the rotation's signs, negative for none; smooth_k, smooth_v: the mean of all keys, values is taken off each, and
+# that of values added to out, which is bfloat16.
 define(
-    "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth, float? softmax_scale=None) -> Tensor"
+    "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth_k, bool smooth_v, "
+    "float? softmax_scale=None) -> Tensor"
 )
 FWD_ROUNDED = torch.ops.flash_attn.fwd_rounded.default
 FWD_FP8 = torch.ops.flash_attn.fwd_fp8.default
@@ -99,12 +101,19 @@ def _fake_output(q: Tensor, k: Tensor, v: Tensor, *descales: Any) -> tuple[Tenso
 
 
 def _cpu_rounded(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, key: int, smooth: bool, softmax_scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    key: int,
+    smooth_k: bool,
+    smooth_v: bool,
+    softmax_scale: float | None = None,
 ) -> Tensor:
     from .fp8 import attend_in_steps  # which imports this file
 
     p = _usual_problem(q, k, causal, softmax_scale)
-    return attend_in_steps(q, k, v, p, key if key >= 0 else None, smooth)[0]
+    return attend_in_steps(q, k, v, p, key if key >= 0 else None, smooth_k, smooth_v)[0]
 
 
 def _fake_rounded(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:

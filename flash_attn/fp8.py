@@ -320,6 +320,7 @@ def flash_attn_fp8_func(
     leftpad_k: Tensor | None = None,
     hadamard: bool = True,
     smooth_k: bool = True,
+    smooth_v: bool = True,
     seed: int = 0,
 ) -> Result:
     """:func:`flash_attn.flash_attn_func` by FP8 kernels: q, k and v are turned into FP8 first. There is no gradient.
@@ -330,6 +331,8 @@ def flash_attn_fp8_func(
         v: (B, Sk, Hk, Dv).
         hadamard: rotate q and k, so that outliers cost less precision.
         smooth_k: take the mean of all keys off each of them. Not done with a softcap or a sink, to which it matters.
+        smooth_v: take the mean of all values off each of them, and add it to the output. Not done with a sink, which has
+            a share of the sum of a row's probabilities.
         seed: of the rotation.
 
     The other arguments are those of :func:`flash_attn.flash_attn_func`.
@@ -358,7 +361,7 @@ def flash_attn_fp8_func(
         try:
             if not (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
                 key = _cached_key(seed) if hadamard else -1
-                out = _FWD_ROUNDED(q, k, v, causal, key, bool(smooth_k), softmax_scale)
+                out = _FWD_ROUNDED(q, k, v, causal, key, bool(smooth_k), bool(smooth_v), softmax_scale)
                 dtype = q.dtype
                 return out if dtype is torch.bfloat16 else out.to(dtype)
         except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -375,7 +378,7 @@ def flash_attn_fp8_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    return _attend(q, k, v, request, hadamard, smooth_k, seed)
+    return _attend(q, k, v, request, hadamard, smooth_k, smooth_v, seed)
 
 
 def flash_attn_varlen_fp8_func(
@@ -399,6 +402,7 @@ def flash_attn_varlen_fp8_func(
     leftpad_k: Tensor | None = None,
     hadamard: bool = True,
     smooth_k: bool = True,
+    smooth_v: bool = True,
     seed: int = 0,
 ) -> Result:
     """:func:`flash_attn_fp8_func` of packed sequences, as :func:`flash_attn.flash_attn_varlen_func` has them.
@@ -429,15 +433,18 @@ def flash_attn_varlen_fp8_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    return _attend(q, k, v, request, hadamard, smooth_k, seed)
+    return _attend(q, k, v, request, hadamard, smooth_k, smooth_v, seed)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, r: Request, hadamard: bool, smooth_k: bool, seed: int) -> Result:
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, r: Request, hadamard: bool, smooth_k: bool, smooth_v: bool, seed: int
+) -> Result:
     q, k, v = checks.check_qkv(q, k, v, r.cu_seqlens_q is not None, r.cu_seqlens_k is not None)
     check_no_gradient(q=q, k=k, v=v, learnable_sink=r.learnable_sink)
     p = problem_of(q, k.shape, r)
-    smooth = smooth_k and p.softcap == 0.0 and p.sink is None
-    out, lse, mean = attend_in_steps(q, k, v, p, _key(seed) if hadamard else None, smooth)
+    smooth_k = smooth_k and p.softcap == 0.0 and p.sink is None
+    smooth_v = smooth_v and p.sink is None
+    out, lse, mean = attend_in_steps(q, k, v, p, _key(seed) if hadamard else None, smooth_k, smooth_v)
     out = out.to(q.dtype)
     if not r.return_lse:
         return out
@@ -449,21 +456,27 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, r: Request, hadamard: bool, smooth_
 
 
 def attend_in_steps(
-    q: Tensor, k: Tensor, v: Tensor, p: Problem, key: int | None, smooth: bool
+    q: Tensor, k: Tensor, v: Tensor, p: Problem, key: int | None, smooth_k: bool, smooth_v: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """FP8 attention of tensors that are rounded one after the other: (out in bfloat16, log-sum-exp, mean).
+    """FP8 attention of tensors that are rounded one after the other: (out in bfloat16, log-sum-exp, mean of k).
 
-    The log-sum-exp is that of keys less their mean, (H, D), None where it was not taken off.
+    The log-sum-exp is that of keys less their mean, (Hk, D), None where it was not taken off.
     """
     heads_kv = k.shape[-2]
     used_q = _used_rows(q, p.cu_seqlens_q, p.seqused_q, None)
     used_k = _used_rows(k, p.cu_seqlens_k, p.seqused_k, p.leftpad_k)
     rows_q, rows_k = _Rows(q, p.cu_seqlens_q, used_q), _Rows(k, p.cu_seqlens_k, used_k)
-    mean = rows_k.mean(k) if smooth else None
+    mean_k = rows_k.mean(k) if smooth_k else None
+    mean_v = rows_k.mean(v) if smooth_v else None
     q_fp8, q_descale = _rounded(q, rows_q, heads_kv, key=key)
-    k_fp8, k_descale = _rounded(k, rows_k, heads_kv, mean, key)
-    v_fp8, v_descale = _rounded(v, rows_k, heads_kv)
-    return *forward_fp8(q_fp8, k_fp8, v_fp8, p, q_descale, k_descale, v_descale), mean
+    k_fp8, k_descale = _rounded(k, rows_k, heads_kv, mean_k, key)
+    v_fp8, v_descale = _rounded(v, rows_k, heads_kv, mean_v)
+    out, lse = forward_fp8(q_fp8, k_fp8, v_fp8, p, q_descale, k_descale, v_descale)
+    if mean_v is not None:
+        of_head = mean_v.repeat_interleave(q.shape[-2] // heads_kv, 0)
+        sees_no_key = lse.transpose(-1, -2)[..., None] == float("-inf")
+        out = (out + of_head).masked_fill(sees_no_key, 0.0).to(out.dtype)
+    return out, lse, mean_k
 
 
 def _used_rows(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, leftpad: Tensor | None) -> Tensor | None:

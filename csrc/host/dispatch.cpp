@@ -259,7 +259,7 @@ bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows
   return true;
 }
 
-int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, bool smooth) {
+int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params) {
   const int64_t head_dim = kernel.record->head_dim;
   const int64_t rows_at_once = kernel.record->threads * 16 / head_dim;
   int64_t blocks = 0;
@@ -272,9 +272,10 @@ int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, 
   // Enough to fill a GPU, few enough to add up in each block that needs the mean.
   constexpr int64_t kMostParts = 32;
   const int64_t parts = blocks_of(static_cast<int64_t>(params.batch) * params.task[1].rows, 8 * rows_at_once);
+  const bool smooth = params.task[1].smooth != 0 || params.task[2].smooth != 0;
   params.parts = smooth ? static_cast<int>(parts < kMostParts ? parts : kMostParts) : 0;
   params.scale = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(head_dim)));
-  return params.parts * head_dim * params.heads_kv + int64_t{3} * params.batch * params.heads_kv;
+  return 2 * params.parts * head_dim * params.heads_kv + int64_t{3} * params.batch * params.heads_kv;
 }
 
 void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, CUstream stream) {
@@ -282,7 +283,7 @@ void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, 
   const Fp8RoundingTask& last = params.task[2];
   const unsigned grid = static_cast<unsigned>(last.first_block) + grid_of(kernel, last.tiles, last.heads, params.batch);
   const CurrentContext current(cuda, kernel.context);
-  launch_early(cuda, kernel, 0, params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, 1) : 1, 0, &params, stream);
+  launch_early(cuda, kernel, 0, params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, 2) : 1, 0, &params, stream);
   launch_early(cuda, kernel, 1, grid, 0, &params, stream);
   launch_early(cuda, kernel, 2, grid, 0, &params, stream);
 }

@@ -97,9 +97,9 @@ int64_t fp8_workspace(const Kernel& kernel, FwdFp8Params& params, int64_t key_ro
 // Launches flash_transpose_v and flash_fwd of dtype e4m3. As launch_fwd; the factors and v_tiles are set too.
 bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows, int64_t sm_margin, CUstream stream);
 
-// Floats that the kernels of Op::round work in, `sums` first. Sets what of `params` follows from its tasks' rows, heads and
-// columns, batch and heads_kv; `smooth`: the mean of all keys is taken off them.
-int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params, bool smooth);
+// Floats that the kernels of Op::round work in, `sums` first. Sets what of `params` follows from its tasks' rows, heads,
+// columns and means, batch and heads_kv.
+int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params);
 
 // Launches the three kernels that turn q, k and v into e4m3. The caller has set everything else of `params`.
 void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, CUstream stream);

@@ -22,8 +22,10 @@
 //       float softcap, int sm_margin) -> (Tensor out, Tensor lse)
 //   fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale,
 //       bool causal=False, float? softmax_scale=None) -> Tensor out
-//   fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth, float? softmax_scale=None) -> Tensor out:
-//       FP8 attention of fp16 or bf16 tensors, rounded with the signs of `key` (negative: not rotated), less the mean of k
+//   fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth_k, bool smooth_v,
+//       float? softmax_scale=None) -> Tensor out:
+//       FP8 attention of fp16 or bf16 tensors, rounded with the signs of `key` (negative: not rotated), k and v less
+//       their means, of which that of v is added to out
 // An overload `output` is the call that is usual in inference: what it leaves out costs the host more time than the rest.
 // Its scale, if not given, is 1 / sqrt(D).
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
@@ -313,7 +315,8 @@ struct Descales {
   Descale q, k, v;
 };
 
-void forward_fp8(const Problem& p, const Descales& descales, bool wants_lse, StableIValue* stack) {
+// `v_mean`: see FwdFp8Params.
+void forward_fp8(const Problem& p, const Descales& descales, const float* v_mean, bool wants_lse, StableIValue* stack) {
   Results results(p, constants().bf16, wants_lse);
   if (results.lse_count > 0) {
     const Kernel& kernel = kernel_for(Op::fwd, p, Preference::throughput);
@@ -327,6 +330,7 @@ void forward_fp8(const Problem& p, const Descales& descales, bool wants_lse, Sta
     params.q_descale = descales.q;
     params.k_descale = descales.k;
     params.v_descale = descales.v;
+    params.v_mean = v_mean;
     // Freed right after the launch, as the backward's. The log-sum-exp that nobody wants lies before the values.
     const int64_t lse_bytes = wants_lse ? 0 : padded(results.lse_count * 4, 128);
     const int64_t workspace_size[1] = {lse_bytes + fp8_workspace(kernel, params, p.k.sizes[1])};
@@ -358,7 +362,7 @@ Rows rounded_rows(const Rows& rows, int64_t columns, const void* data) {
 
 // FP8 attention of 16-bit tensors. Throws where Python is to round them by other means: rows of an odd size or place,
 // fewer columns than the kernel's, no such kernel, nothing to round.
-void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* stack) {
+void forward_rounded(const Problem& p, int64_t key, bool smooth_k, bool smooth_v, StableIValue* stack) {
   if (p.query_rows() * p.heads() == 0 || p.key_rows() == 0) fail("there is nothing to round.");
   const bool rotate = key >= 0;
   int64_t columns = rotate ? 64 : p.head_dim();  // of q and k
@@ -396,6 +400,7 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* s
     task.heads = static_cast<int>(sources[i]->sizes[2]);
     task.columns = static_cast<int>(sources[i]->sizes[3]);
     task.rotate = rotate && i < 2 ? 1 : 0;
+    task.smooth = (i == 1 && smooth_k) || (i == 2 && smooth_v) ? 1 : 0;
   }
   params.batch = static_cast<int>(p.batch);
   params.heads_kv = static_cast<int>(p.heads_kv());
@@ -405,11 +410,13 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* s
   params.outlier = 9.0f;
   params.share = 0.6f;
   const int64_t factors = int64_t{3} * params.batch * params.heads_kv;
-  const int64_t floats = fp8_rounding_workspace(kernel, params, smooth);
-  const int64_t memory_size[1] = {bytes + 4 * (factors + floats)};
+  const int64_t means = smooth_v ? p.heads_kv() * kernel.record->head_dim : 0;
+  const int64_t floats = fp8_rounding_workspace(kernel, params);
+  const int64_t memory_size[1] = {bytes + 4 * (means + factors + floats)};
   const Tensor memory = empty(memory_size, 1, constants().e4m3, p.device());
   unsigned char* const data = static_cast<unsigned char*>(data_of(memory));
-  params.descale = reinterpret_cast<float*>(data + bytes);
+  params.v_mean = reinterpret_cast<float*>(data + bytes);
+  params.descale = params.v_mean + means;
   params.sums = params.descale + factors;
   params.largest = params.sums + floats - factors;
   for (int i = 0; i < 3; ++i) params.task[i].destination = data + place[i];
@@ -419,7 +426,8 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth, StableIValue* s
   launch_fp8_rounding(kernel, params, current_stream(p.device()));
   const int64_t heads_kv = p.heads_kv();
   const auto descale = [&](int i) { return Descale{params.descale + i * p.batch * heads_kv, heads_kv, 1}; };
-  forward_fp8(rounded, {descale(0), descale(1), descale(2)}, false, stack);
+  const float* const v_mean = smooth_v ? params.v_mean : nullptr;
+  forward_fp8(rounded, {descale(0), descale(1), descale(2)}, v_mean, false, stack);
 }
 
 // The forward's results and what the backward is given for them.
@@ -597,7 +605,7 @@ void fwd_fp8(StableIValue* stack, uint64_t, uint64_t) {
 
   Problem problem;
   read_general(problem, q, k, v, options, true);
-  forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), true, stack);
+  forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), nullptr, true, stack);
 }
 
 void fwd_fp8_output(StableIValue* stack, uint64_t, uint64_t) {
@@ -615,7 +623,7 @@ void fwd_fp8_output(StableIValue* stack, uint64_t, uint64_t) {
   Problem problem;
   read_general(problem, q, k, v, options, true);
   complete_output_call(problem);
-  forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), false, stack);
+  forward_fp8(problem, read_descales(problem, q_descale, k_descale, v_descale), nullptr, false, stack);
 }
 
 void fwd_rounded(StableIValue* stack, uint64_t, uint64_t) {
@@ -625,14 +633,15 @@ void fwd_rounded(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor v = arguments.tensor();
   const bool causal = arguments.boolean();
   const int64_t key = arguments.integer();
-  const bool smooth = arguments.boolean();
+  const bool smooth_k = arguments.boolean();
+  const bool smooth_v = arguments.boolean();
   double softmax_scale = 0;
   arguments.optional_real(&softmax_scale);
 
   Problem problem;
   read_plain(problem, q, k, v, softmax_scale, causal);
   complete_output_call(problem);
-  forward_rounded(problem, key, smooth, stack);
+  forward_rounded(problem, key, smooth_k, smooth_v, stack);
 }
 
 void bwd(StableIValue* stack, uint64_t, uint64_t) {

@@ -173,7 +173,7 @@ def run_round(kernel):
     """With the forward, which reads what was rounded."""
     q, k, v = (torch.randn(2, s, h, kernel.head_dim, device="cuda").half() for s, h in ((140, 2), (700, 1), (700, 1)))
     for key in (-1, 1):
-        wrong = not FWD_ROUNDED(q, k, v, False, key, True).isfinite().all()
+        wrong = not FWD_ROUNDED(q, k, v, False, key, True, True).isfinite().all()
         check(kernel, f"rounded at once, {key=}", ["not finite"] if wrong else [])
 
 

@@ -168,20 +168,21 @@ def test_rounded_at_once(dtype, sizes, head_dim, head_dim_v):
         pytest.skip(f"no FP8 kernels of head dim {head_dim} were built")
     q, k, v = (x.to(dtype) for x in inputs(*sizes, head_dim, head_dim_v))
     k[..., 3] += 4.0
+    v += 1.0
     q[:, ::7, :, 5] *= 9.0
     k = k.transpose(1, 2).contiguous().transpose(1, 2)
-    for causal, hadamard, smooth in itertools.product((False, True), repeat=3):
+    for causal, hadamard, smooth_k, smooth_v in itertools.product((False, True), repeat=4):
         p = Problem(max_seqlen_q=sizes[1], max_seqlen_k=sizes[2], softmax_scale=head_dim**-0.5, causal=causal)
         truth = exact(q, k, v, causal=causal)
         key = fp8._key(5) if hadamard else None
         poison()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fp8, "runs_kernel", lambda x: False)
-            in_steps = fp8.attend_in_steps(q, k, v, p, key, smooth)[0]
+            in_steps = fp8.attend_in_steps(q, k, v, p, key, smooth_k, smooth_v)[0]
         poison()
-        out = FWD_ROUNDED(q, k, v, causal, -1 if key is None else key, smooth)
-        assert rms(out - truth) <= 1.05 * rms(in_steps - truth), (causal, hadamard, smooth)
-        options = {"causal": causal, "hadamard": hadamard, "smooth_k": smooth, "seed": 5}
+        out = FWD_ROUNDED(q, k, v, causal, -1 if key is None else key, smooth_k, smooth_v)
+        assert rms(out - truth) <= 1.05 * rms(in_steps - truth), (causal, hadamard, smooth_k, smooth_v)
+        options = {"causal": causal, "hadamard": hadamard, "smooth_k": smooth_k, "smooth_v": smooth_v, "seed": 5}
         assert torch.equal(flash_attn_fp8_func(q, k, v, **options), out.to(dtype))
 
 
@@ -194,9 +195,9 @@ def test_rounded_at_once_zeros_and_nan(hadamard):
     k[1, :, 1] = 0.0
     v[1, :, 0] = 0.0
     poison()
-    out = FWD_ROUNDED(q, k, v, False, fp8._key(0) if hadamard else -1, False)
+    out = FWD_ROUNDED(q, k, v, False, fp8._key(0) if hadamard else -1, False, False)
     p = Problem(max_seqlen_q=200, max_seqlen_k=300, softmax_scale=128**-0.5)
-    in_steps = fp8.attend_in_steps(q, k, v, p, fp8._key(0) if hadamard else None, False)[0]
+    in_steps = fp8.attend_in_steps(q, k, v, p, fp8._key(0) if hadamard else None, False, False)[0]
     assert out[0, 7, 1].isnan().all()
     assert torch.equal(out.isnan(), in_steps.isnan())
     assert not out[1, :, :2].any()
@@ -236,3 +237,21 @@ def test_other_gpus():
     q = torch.zeros(1, 8, 1, 64, device="cuda").to(FP8)
     with pytest.raises(RuntimeError, match=r"FP8 attention needs a GPU of compute capability 9\.0"):
         flash_attn_func(q, q, q)
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+def test_bias_of_values(causal):
+    """Their mean, as large as their deviation, costs nothing: the tensor core's 14-bit sums are of what varies."""
+    q, k, v = inputs(1, 1024, 4096, 8, 8, 128)
+    rounded = [x.bfloat16() for x in (q, k, v + 1.0)]
+    truth = exact(*rounded, causal=causal)
+    poison()
+    biased = rms(flash_attn_fp8_func(*rounded, causal=causal, smooth_v=False) - truth)
+    found = rms(flash_attn_fp8_func(*rounded, causal=causal) - truth)
+    assert found <= 0.75 * biased
+    poison()
+    plain = [x.bfloat16() for x in (q, k, v)]
+    # Beside the rounding to bf16 of an output that has the mean again.
+    limit = 1.05 * rms(flash_attn_fp8_func(*plain, causal=causal) - exact(*plain, causal=causal))
+    assert found <= (limit**2 + (2.0**-8 / 12**0.5) ** 2) ** 0.5 * 1.02

@@ -94,6 +94,40 @@ def test_bias_of_keys_is_taken_off(softcap):
         assert rough > 3 * smooth
 
 
+@pytest.mark.parametrize("sink", [False, True])
+def test_bias_of_values_is_taken_off(sink):
+    """A sink takes a part of each row's probabilities, so that the output would lack a part of the mean."""
+    q, k, v = tensors(sq=64, sk=256)
+    v = v + 5.0 * torch.randn(2, 64)
+    options = {"learnable_sink": torch.zeros(4, dtype=torch.bfloat16)} if sink else {}
+    exact = flash_attn_func(q.double(), k.double(), v.double(), **options)
+    smooth, rough = (rmse(flash_attn_fp8_func(q, k, v, smooth_v=s, **options), exact) for s in (True, False))
+    if sink:
+        assert smooth == rough
+    else:
+        assert rough > 2 * smooth
+
+
+def test_rows_that_see_no_key_have_no_mean():
+    q, k, v = tensors(sq=47, sk=33)
+    out = flash_attn_fp8_func(q, k, v + 5.0, causal=True)
+    assert (out[:, :14] == 0.0).all()
+    assert (out[:, 14:].mean(dim=(1, 2, 3)) - 5.0).abs().max() < 0.5
+
+
+def test_bias_of_packed_values():
+    """Rows after the last sequence, and keys that a sequence does not use, are no part of the mean."""
+    q, k, v = (x[0] for x in tensors(b=1, sq=60, sk=60))
+    v = v + 5.0
+    v[50:] = 1e4
+    bounds = torch.tensor([0, 20, 50], dtype=torch.int32)
+    options = {"seqused_k": torch.tensor([20, 24], dtype=torch.int32)}
+    v[44:50] = -1e4
+    out = flash_attn_varlen_fp8_func(q, k, v, bounds, bounds, 30, 30, **options)
+    exact = flash_attn_varlen_func(q.double(), k.double(), v.double(), bounds, bounds, 30, 30, **options)
+    assert rmse(out[:50], exact[:50]) < 0.1
+
+
 # ---- flash_attn.fp8 ----
 
 
@@ -478,12 +512,15 @@ def test_opcheck():
     torch.library.opcheck(_ops_fp8.FWD_FP8, operator_arguments(), test_utils=checks)
 
 
-@pytest.mark.parametrize(("hadamard", "smooth"), [(True, True), (True, False), (False, True)])
-def test_operator_that_rounds(hadamard, smooth):
+@pytest.mark.parametrize(
+    ("hadamard", "smooth_k", "smooth_v"), [(True, True, True), (True, False, True), (False, True, False)]
+)
+def test_operator_that_rounds(hadamard, smooth_k, smooth_v):
     """On CPU tensors, and without data, it is flash_attn_fp8_func in bfloat16."""
     q, k, v = (x.bfloat16() for x in tensors())
-    arguments = (q, k, v, True, fp8._key(3) if hadamard else -1, smooth)
-    wanted = flash_attn_fp8_func(q, k, v, causal=True, hadamard=hadamard, smooth_k=smooth, seed=3)
+    arguments = (q, k, v, True, fp8._key(3) if hadamard else -1, smooth_k, smooth_v)
+    options = {"hadamard": hadamard, "smooth_k": smooth_k, "smooth_v": smooth_v, "seed": 3}
+    wanted = flash_attn_fp8_func(q, k, v, causal=True, **options)
     assert torch.equal(_ops_fp8.FWD_ROUNDED(*arguments), wanted)
     torch.library.opcheck(_ops_fp8.FWD_ROUNDED, arguments)
 

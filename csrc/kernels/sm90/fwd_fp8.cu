@@ -497,6 +497,8 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
     float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
     if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
     const float v_descale = factor_of(params.v_descale, work.batch, work.head / p.group);
+    const bool has_mean = params.v_mean != nullptr;
+    const float* const v_mean = params.v_mean + work.head / p.group * kHeadDim + lane % 4 * 2;
     float* const lse =
         p.lse + work.batch * p.lse_batch_stride + work.head * p.lse_head_stride + work.sequence.q_row + work.first_row;
 #pragma unroll
@@ -521,8 +523,14 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
       }
 #pragma unroll
       for (int j = 0; j < kHeadDim / 8; ++j) {
+        float2 o = make_float2(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse);
+        if (has_mean && sum != 0.0f) {
+          const float2 mean = *reinterpret_cast<const float2*>(v_mean + 8 * j);
+          o.x += mean.x;
+          o.y += mean.y;
+        }
         ptx::store_shared(shared_out + j / 8 * kOutputPanel + tile::swizzled(row, j % 8) + lane % 4 * 4,
-                          ptx::pack<true>(out[4 * j + 2 * half] * inverse, out[4 * j + 2 * half + 1] * inverse));
+                          ptx::pack<true>(o.x, o.y));
       }
     }
     __syncwarp();

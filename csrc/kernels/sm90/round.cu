@@ -108,16 +108,17 @@ struct Rounding {
     return x;
   }
 
-  static __device__ __forceinline__ float* sums_of(const Params& p, int head, int part) {
-    return p.sums + (static_cast<long long>(head) * p.parts + part) * kHeadDim;
+  // Of k (task 1) or v (task 2).
+  static __device__ __forceinline__ float* sums_of(const Params& p, int task, int head, int part) {
+    return p.sums + (static_cast<long long>((task - 1) * p.heads_kv + head) * p.parts + part) * kHeadDim;
   }
 
-  // The mean of k in `mean` (kHeadDim), from its parts; for all threads of the block, which it joins.
-  static __device__ __forceinline__ void mean_of_keys(float* mean, const Params& p, int head) {
+  // The mean of k or v in `mean` (kHeadDim), from its parts; for all threads of the block, which it joins.
+  static __device__ __forceinline__ void mean_of_rows(float* mean, const Params& p, int task, int head) {
     if (threadIdx.x < kHeadDim) {
       float sum = 0.0f;
-      for (int part = 0; part < p.parts; ++part) sum += sums_of(p, head, part)[threadIdx.x];
-      mean[threadIdx.x] = sum / (static_cast<float>(p.task[1].rows) * p.batch);
+      for (int part = 0; part < p.parts; ++part) sum += sums_of(p, task, head, part)[threadIdx.x];
+      mean[threadIdx.x] = sum / (static_cast<float>(p.task[task].rows) * p.batch);
     }
     __syncthreads();
   }
@@ -143,16 +144,18 @@ struct Rounding {
     }
   };
 
-  // flash_round_sums: of a part of the rows of each head of k; and zeros for flash_round_largest.
+  // flash_round_sums: of a part of the rows of each head of k and v; and zeros for flash_round_largest.
   __device__ __forceinline__ void sums(const Params& p) const {
     __shared__ float of_warps[kWarps][kHeadDim];
     if (blockIdx.x == 0) {
       for (int i = threadIdx.x; i < 3 * p.batch * p.heads_kv; i += kThreads) p.largest[i] = 0.0f;
     }
     if (p.parts == 0) return;
-    const Task& task = p.task[1];
     const int part = blockIdx.x % p.parts;
-    const int head = blockIdx.x / p.parts;
+    const int head = blockIdx.x / p.parts % p.heads_kv;
+    const int number = 1 + blockIdx.x / p.parts / p.heads_kv;
+    const Task& task = p.task[number];
+    if (task.smooth == 0) return;
     const long long rows = static_cast<long long>(p.batch) * task.rows;
     const long long of_part = (rows + p.parts - 1) / p.parts;
     const long long begin = part * of_part;
@@ -175,7 +178,7 @@ struct Rounding {
     if (threadIdx.x < kHeadDim) {
       float sum = 0.0f;
       for (int warp = 0; warp < kWarps; ++warp) sum += of_warps[warp][threadIdx.x];
-      sums_of(p, head, part)[threadIdx.x] = sum;
+      sums_of(p, number, head, part)[threadIdx.x] = sum;
     }
   }
 
@@ -184,8 +187,7 @@ struct Rounding {
     __shared__ float mean[kHeadDim];
     const Place place(p);
     const Task& task = p.task[place.task];
-    const bool has_mean = place.task == 1 && p.parts > 0;
-    if (has_mean) mean_of_keys(mean, p, place.head);
+    if (task.smooth != 0) mean_of_rows(mean, p, place.task, place.head);
     const unsigned sign_bits = task.rotate ? signs(p.key) : 0;
     float most = 0.0f;
 #pragma unroll 1
@@ -193,7 +195,7 @@ struct Rounding {
       const int row = place.tile * kTileRows + pass * kRowsAtOnce + row_of_block;
       float x[kColumns];
       load(x, p, task, place.batch, row, place.head);
-      if (has_mean && row < task.rows) subtract(x, mean, task);
+      if (task.smooth != 0 && row < task.rows) subtract(x, mean, task);
       if (task.rotate) {
 #pragma unroll
         for (int i = 0; i < kColumns; ++i) x[i] = signed_by(x[i], sign_bits, i);
@@ -214,11 +216,13 @@ struct Rounding {
     __shared__ float mean[kHeadDim];
     const Place place(p);
     const Task& task = p.task[place.task];
-    const bool has_mean = place.task == 1 && p.parts > 0;
-    if (has_mean) mean_of_keys(mean, p, place.head);
+    if (task.smooth != 0) mean_of_rows(mean, p, place.task, place.head);
     const float of_largest = p.largest[place.factor(p)] / kLargest;
     const float descale = of_largest >= kSmallestFactor ? of_largest : 1.0f;
     if (place.tile == 0 && threadIdx.x == 0) p.descale[place.factor(p)] = descale;
+    if (place.task == 2 && task.smooth != 0 && place.tile == 0 && place.batch == 0 && threadIdx.x < kHeadDim) {
+      p.v_mean[place.head * kHeadDim + threadIdx.x] = mean[threadIdx.x];
+    }
     const float inverse = 1.0f / descale;
     const unsigned sign_bits = task.rotate ? signs(p.key) : 0;
     const int width = task.rotate ? kHeadDim : task.columns;
@@ -227,7 +231,7 @@ struct Rounding {
       const int row = place.tile * kTileRows + pass * kRowsAtOnce + row_of_block;
       float x[kColumns];
       load(x, p, task, place.batch, row, place.head);
-      if (has_mean && row < task.rows) subtract(x, mean, task);
+      if (task.smooth != 0 && row < task.rows) subtract(x, mean, task);
       unsigned words[kColumns / 4];
       if (task.rotate) {
         rotate_and_round(x, words, p, task, sign_bits, descale);

@@ -105,7 +105,9 @@ class ValueTiles {
   float at(long long row, int d) const {
     const int key = static_cast<int>(row);
     const uint8_t* const tile = value_tile(p_, head_, kind_, tile_, head_kv_, key / tile_.block_n);
-    return from_e4m3(tile[key % tile_.block_n * kind_.head_dim + d]) * factor_of(p_.v_descale, head_.batch, head_kv_);
+    // Probabilities add up to 1: what is added to each value is added to the output.
+    const float mean = p_.v_mean != nullptr ? p_.v_mean[head_kv_ * kind_.head_dim + d] : 0.f;
+    return from_e4m3(tile[key % tile_.block_n * kind_.head_dim + d]) * factor_of(p_.v_descale, head_.batch, head_kv_) + mean;
   }
 
  private:
@@ -128,6 +130,7 @@ inline void fwd_fp8(const FwdFp8Params& p, Kind kind, Tile tile, unsigned grid) 
   const MapFormat format{0, 1, std::min(128, kind.head_dim)};
   check_map(p.tma.q_map, f.q, f.q_stride, f.head_dim, f.heads, q_batch, q_rows, tile.block_m, format);
   if (k_rows > 0) check_map(p.tma.k_map, f.k, f.k_stride, f.head_dim, f.heads_kv, k_batch, k_rows, tile.block_n, format);
+  require(p.v_mean == nullptr || f.modifiers.sink == nullptr, "a mean of values beside a sink");
   require(f.modifiers.alibi_slopes == nullptr && f.modifiers.rng_state == nullptr, "FP8 has no ALiBi and no dropout");
   Kind of_out = kind;
   of_out.bf16 = true;

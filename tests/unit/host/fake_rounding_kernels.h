@@ -1,6 +1,8 @@
 // The kernels that round q, k and v to FP8 on host memory; see fake_kernels.h.
 #pragma once
 
+#include <map>
+
 #include "fake_fp8_kernels.h"
 
 namespace fake {
@@ -36,15 +38,18 @@ class Rounding {
   }
 
   void sums() const {
-    require(grid_ == std::max(1, p_.parts * p_.heads_kv), "grid of sums");
+    require(grid_ == std::max(1, 2 * p_.parts * p_.heads_kv), "grid of sums");
     for (int i = 0; i < 3 * p_.batch * p_.heads_kv; ++i) p_.largest[i] = 0;
-    const Fp8RoundingTask& task = p_.task[1];
-    for (int i = 0; i < p_.parts * p_.heads_kv * columns_; ++i) p_.sums[i] = 0;
-    for (int row = 0; p_.parts > 0 && row < p_.batch * task.rows; ++row) {
-      for (int head = 0; head < task.heads; ++head) {
-        const std::vector<float> x = read(task, row / task.rows, row % task.rows, head);
-        float* const sum = p_.sums + (head * p_.parts + row % p_.parts) * columns_;
-        for (int d = 0; d < columns_; ++d) sum[d] += x[d];
+    for (int number = 1; number < 3; ++number) {
+      const Fp8RoundingTask& task = p_.task[number];
+      if (task.smooth == 0) continue;
+      require(p_.parts > 0, "no parts of a mean");
+      for (int i = 0; i < p_.parts * p_.heads_kv; ++i) std::fill_n(sum(number, 0, i), columns_, 0.f);
+      for (int row = 0; row < p_.batch * task.rows; ++row) {
+        for (int head = 0; head < task.heads; ++head) {
+          const std::vector<float> x = read(task, row / task.rows, row % task.rows, head);
+          for (int d = 0; d < columns_; ++d) sum(number, head, row % p_.parts)[d] += x[d];
+        }
       }
     }
   }
@@ -60,6 +65,10 @@ class Rounding {
     for (int i = 0; i < 3 * p_.batch * p_.heads_kv; ++i) {
       const float descale = p_.largest[i] / 448;
       p_.descale[i] = descale >= std::numeric_limits<float>::min() ? descale : 1;
+    }
+    for (int head = 0; p_.task[2].smooth != 0 && head < p_.heads_kv; ++head) {
+      const std::vector<float> found = mean(2, head);
+      std::copy(found.begin(), found.end(), p_.v_mean + head * columns_);
     }
     each_row([&](int number, int batch, int row, int head) {
       const Fp8RoundingTask& task = p_.task[number];
@@ -113,12 +122,25 @@ class Rounding {
   std::vector<float> less_mean(int number, int batch, int row, int head) const {
     const Fp8RoundingTask& task = p_.task[number];
     std::vector<float> x = read(task, batch, row, head);
-    for (int part = 0; number == 1 && part < p_.parts; ++part) {
-      for (int d = 0; d < task.columns; ++d) {
-        x[d] -= p_.sums[(head * p_.parts + part) * columns_ + d] / static_cast<float>(p_.batch * task.rows);
+    if (task.smooth == 0) return x;
+    std::vector<float>& off = means_[{number, head}];
+    if (off.empty()) off = mean(number, head);
+    for (int d = 0; d < task.columns; ++d) x[d] -= off[d];
+    return x;
+  }
+
+  float* sum(int number, int head, int part) const {
+    return p_.sums + (((number - 1) * p_.heads_kv + head) * p_.parts + part) * columns_;
+  }
+
+  std::vector<float> mean(int number, int head) const {
+    std::vector<float> found(columns_, 0.f);
+    for (int part = 0; part < p_.parts; ++part) {
+      for (int d = 0; d < columns_; ++d) {
+        found[d] += sum(number, head, part)[d] / static_cast<float>(p_.batch * p_.task[number].rows);
       }
     }
-    return x;
+    return found;
   }
 
   float sign(int column) const {
@@ -152,6 +174,7 @@ class Rounding {
   }
 
   const Fp8RoundingParams p_;
+  mutable std::map<std::pair<int, int>, std::vector<float>> means_;
   int columns_, grid_, tile_rows_;
 };
 

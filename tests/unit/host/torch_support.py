@@ -70,7 +70,8 @@ _LIB.define(
     "bool causal=False, float? softmax_scale=None) -> Tensor"
 )
 _LIB.define(
-    "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth, float? softmax_scale=None) -> Tensor"
+    "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth_k, bool smooth_v, "
+    "float? softmax_scale=None) -> Tensor"
 )
 _LIB.define(f"decode.output(Tensor q, Tensor k_cache, Tensor v_cache, {_USUAL}) -> Tensor")
 _LIB.define(
