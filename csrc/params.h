@@ -109,9 +109,11 @@ struct FwdFp8Params {
 // first; flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent.
 // All have the record's threads, and no dynamic shared memory.
 //
-// Of q, k and v in this order. The rows of a head are cut into tiles of threads * 16 / FA_HEAD_DIM * kFp8RoundingPasses; a
-// block works on tile t of head h of sequence b, with number first_block + (b * heads + h) * tiles + t.
-constexpr int kFp8RoundingPasses = 4;
+// Of q, k and v in this order. A warp has 16 rows of FA_HEAD_DIM or kFp8RotatedColumns columns, whichever are fewer, and the
+// rows of a head are cut into tiles of kFp8RoundingPasses passes of a block; that works on tile t of head h of sequence b,
+// with number first_block + (b * heads + h) * tiles + t.
+constexpr int kFp8RoundingPasses = 8;
+constexpr int kFp8RotatedColumns = 128;  // a row of more is rotated in pieces
 struct Fp8RoundingTask {
   const void* source;  // (B, rows, heads, columns), fp16 or bf16; columns contiguous, rows on 16 bytes
   void* destination;   // (B, rows, heads, FA_HEAD_DIM if rotated, else columns), contiguous
@@ -127,7 +129,7 @@ struct Fp8RoundingTask {
 struct Fp8RoundingParams {
   Fp8RoundingTask task[3];
   float* sums;     // (2, Hk, parts, FA_HEAD_DIM), workspace: of k and v
-  float* v_mean;   // (Hk, FA_HEAD_DIM), what was taken off v; written if that is smoothed
+  float* means;    // (2, Hk, FA_HEAD_DIM), what is taken off k and v; written by flash_round_largest
   float* largest;  // (3, B, Hk), workspace
   float* descale;  // (3, B, Hk)
   int batch;
@@ -135,7 +137,7 @@ struct Fp8RoundingParams {
   int bf16;        // of the sources
   int parts;       // of k's and v's rows, whose sums flash_round_sums takes, 2 * Hk * parts blocks; 0: no mean, one block
   int key;         // of the signs
-  float scale;     // FA_HEAD_DIM ** -0.5
+  float scale;     // of the rotation: the number of columns that are rotated together, ** -0.5
   float outlier;   // the square of how many times the root mean square of its row an outlier has
   float share;     // of an outlier's error, what each of two further roundings makes up for
 };

@@ -261,7 +261,8 @@ bool launch_fwd_fp8(const Kernel& kernel, FwdFp8Params& params, int64_t key_rows
 
 int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params) {
   const int64_t head_dim = kernel.record->head_dim;
-  const int64_t rows_at_once = kernel.record->threads * 16 / head_dim;
+  const int64_t rotated = head_dim < kFp8RotatedColumns ? head_dim : kFp8RotatedColumns;
+  const int64_t rows_at_once = kernel.record->threads / 2 * rotated / head_dim;
   int64_t blocks = 0;
   for (Fp8RoundingTask& task : params.task) {
     task.tiles = static_cast<int>(blocks_of(task.rows, rows_at_once * kFp8RoundingPasses));
@@ -271,10 +272,10 @@ int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params) 
   }
   // Enough to fill a GPU, few enough to add up in each block that needs the mean.
   constexpr int64_t kMostParts = 32;
-  const int64_t parts = blocks_of(static_cast<int64_t>(params.batch) * params.task[1].rows, 8 * rows_at_once);
+  const int64_t parts = blocks_of(static_cast<int64_t>(params.batch) * params.task[1].rows, rows_at_once);
   const bool smooth = params.task[1].smooth != 0 || params.task[2].smooth != 0;
   params.parts = smooth ? static_cast<int>(parts < kMostParts ? parts : kMostParts) : 0;
-  params.scale = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(head_dim)));
+  params.scale = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(rotated)));
   return 2 * params.parts * head_dim * params.heads_kv + int64_t{3} * params.batch * params.heads_kv;
 }
 

@@ -410,13 +410,13 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth_k, bool smooth_v
   params.outlier = 9.0f;
   params.share = 0.6f;
   const int64_t factors = int64_t{3} * params.batch * params.heads_kv;
-  const int64_t means = smooth_v ? p.heads_kv() * kernel.record->head_dim : 0;
+  const int64_t means = p.heads_kv() * kernel.record->head_dim;  // of k, and of v
   const int64_t floats = fp8_rounding_workspace(kernel, params);
-  const int64_t memory_size[1] = {bytes + 4 * (means + factors + floats)};
+  const int64_t memory_size[1] = {bytes + 4 * (2 * means + factors + floats)};
   const Tensor memory = empty(memory_size, 1, constants().e4m3, p.device());
   unsigned char* const data = static_cast<unsigned char*>(data_of(memory));
-  params.v_mean = reinterpret_cast<float*>(data + bytes);
-  params.descale = params.v_mean + means;
+  params.means = reinterpret_cast<float*>(data + bytes);
+  params.descale = params.means + 2 * means;
   params.sums = params.descale + factors;
   params.largest = params.sums + floats - factors;
   for (int i = 0; i < 3; ++i) params.task[i].destination = data + place[i];
@@ -426,7 +426,7 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth_k, bool smooth_v
   launch_fp8_rounding(kernel, params, current_stream(p.device()));
   const int64_t heads_kv = p.heads_kv();
   const auto descale = [&](int i) { return Descale{params.descale + i * p.batch * heads_kv, heads_kv, 1}; };
-  const float* const v_mean = smooth_v ? params.v_mean : nullptr;
+  const float* const v_mean = smooth_v ? params.means + means : nullptr;
   forward_fp8(rounded, {descale(0), descale(1), descale(2)}, v_mean, false, stack);
 }
 

@@ -102,13 +102,10 @@ __device__ __forceinline__ unsigned pack_e4m3(float a, float b, float c, float d
   return word;
 }
 
-// And back.
-__device__ __forceinline__ void unpack_e4m3(unsigned word, float& a, float& b, float& c, float& d) {
-  asm("{\n .reg .b16 low, high, x, y, z, w;\n .reg .b32 first, second;\n mov.b32 {low, high}, %4;\n"
-      " cvt.rn.f16x2.e4m3x2 first, low;\n cvt.rn.f16x2.e4m3x2 second, high;\n"
-      " mov.b32 {x, y}, first;\n mov.b32 {z, w}, second;\n"
-      " cvt.f32.f16 %0, x;\n cvt.f32.f16 %1, y;\n cvt.f32.f16 %2, z;\n cvt.f32.f16 %3, w;\n}"
-      : "=f"(a), "=f"(b), "=f"(c), "=f"(d)
+// And back, to pairs of fp16.
+__device__ __forceinline__ void unpack_e4m3(unsigned word, unsigned& low, unsigned& high) {
+  asm("{\n .reg .b16 l, h;\n mov.b32 {l, h}, %2;\n cvt.rn.f16x2.e4m3x2 %0, l;\n cvt.rn.f16x2.e4m3x2 %1, h;\n}"
+      : "=r"(low), "=r"(high)
       : "r"(word));
 }
 

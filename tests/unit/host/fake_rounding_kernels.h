@@ -28,7 +28,8 @@ class Rounding {
       : p_(p),
         columns_(kind.head_dim),
         grid_(static_cast<int>(grid)),
-        tile_rows_(static_cast<int>(threads) * 16 / columns_ * flash_attn::kFp8RoundingPasses) {
+        piece_(std::min(columns_, flash_attn::kFp8RotatedColumns)),
+        tile_rows_(static_cast<int>(threads) / 2 * piece_ / columns_ * flash_attn::kFp8RoundingPasses) {
     for (const Fp8RoundingTask& task : p.task) {
       require(task.columns % 16 == 0 && task.columns <= columns_, "columns");
       require(reinterpret_cast<uintptr_t>(task.source) % 16 == 0 && reinterpret_cast<uintptr_t>(task.destination) % 16 == 0,
@@ -55,6 +56,12 @@ class Rounding {
   }
 
   void largest() const {
+    for (int number = 1; number < 3; ++number) {
+      for (int head = 0; p_.task[number].smooth != 0 && head < p_.heads_kv; ++head) {
+        const std::vector<float> found = mean(number, head);
+        std::copy(found.begin(), found.end(), p_.means + ((number - 1) * p_.heads_kv + head) * columns_);
+      }
+    }
     each_row([&](int number, int batch, int row, int head) {
       float& most = p_.largest[factor(number, batch, head)];
       for (const float x : rotated(number, less_mean(number, batch, row, head))) most = std::max(most, std::fabs(x));
@@ -65,10 +72,6 @@ class Rounding {
     for (int i = 0; i < 3 * p_.batch * p_.heads_kv; ++i) {
       const float descale = p_.largest[i] / 448;
       p_.descale[i] = descale >= std::numeric_limits<float>::min() ? descale : 1;
-    }
-    for (int head = 0; p_.task[2].smooth != 0 && head < p_.heads_kv; ++head) {
-      const std::vector<float> found = mean(2, head);
-      std::copy(found.begin(), found.end(), p_.v_mean + head * columns_);
     }
     each_row([&](int number, int batch, int row, int head) {
       const Fp8RoundingTask& task = p_.task[number];
@@ -148,7 +151,7 @@ class Rounding {
   }
 
   std::vector<float> hadamard(std::vector<float> x) const {
-    for (int step = 1; step < columns_; step *= 2) {
+    for (int step = 1; step < piece_; step *= 2) {
       for (int d = 0; d < columns_; ++d) {
         if ((d & step) != 0) continue;
         const float a = x[d], b = x[d + step];
@@ -175,7 +178,7 @@ class Rounding {
 
   const Fp8RoundingParams p_;
   mutable std::map<std::pair<int, int>, std::vector<float>> means_;
-  int columns_, grid_, tile_rows_;
+  int columns_, grid_, piece_, tile_rows_;
 };
 
 }  // namespace fake

@@ -75,7 +75,7 @@ fa::Strides contiguous(unsigned long long rows, unsigned long long heads, long l
 
 const fa::CUstream kStream = reinterpret_cast<fa::CUstream>(0x77);
 
-// Of q, k and v of one head dim, the keys less their mean.
+// Of q, k and v of one head dim, keys and values less their means.
 std::string run_rounding(const Shape& shape) {
   const fa::Kernel& kernel = fa::resolve(
       {fa::Op::round, fa::Dtype::e4m3, fa::Mask::general, shape.head_dim, shape.device, fa::Preference::throughput});
@@ -86,8 +86,9 @@ std::string run_rounding(const Shape& shape) {
     params.task[i].rows = i == 0 ? shape.seqlen_q : shape.seqlen_k;
     params.task[i].heads = i == 0 ? shape.heads : shape.heads_kv;
     params.task[i].columns = shape.head_dim;
+    params.task[i].smooth = i > 0 ? 1 : 0;
   }
-  const long long floats = fa::fp8_rounding_workspace(kernel, params, true);
+  const long long floats = fa::fp8_rounding_workspace(kernel, params);
   fa::launch_fp8_rounding(kernel, params, kStream);
   return "ok floats=" + std::to_string(floats) + " parts=" + std::to_string(params.parts);
 }

@@ -162,7 +162,7 @@ def case_fp8_output() -> None:
 
 
 def case_rounded() -> None:
-    """FP8 attention of 16-bit tensors: the error is FP8's, in any layout, with outliers and means of keys and values."""
+    """FP8 attention of 16-bit tensors: the error is FP8's, in any layout, with outliers and biased keys and values."""
     options = {"causal": True, "softmax_scale": 0.1}
     for d, dv, dtype in ((64, 64, torch.float16), (128, 128, torch.bfloat16), (48, 32, torch.float16)):
         for key in (-1, 7):
@@ -192,11 +192,17 @@ def case_rounded() -> None:
 def case_rounded_wrong_arguments() -> None:
     """What Python then rounds by other means."""
     q, k, v = tensors()
-    raises(lambda: FWD_ROUNDED(*tensors(d=40), False, 1, True, True), "q has rows that are not whole pieces of 32 bytes")
+    raises(
+        lambda: FWD_ROUNDED(*tensors(d=40), False, 1, True, True), "q has rows that are not whole pieces of 32 bytes"
+    )
     raises(lambda: FWD_ROUNDED(*tensors(dv=72), False, 1, True, True), "v has rows that are not whole pieces")
-    raises(lambda: FWD_ROUNDED(q[..., ::2], k[..., ::2], v, False, 1, True, True), "q has rows that are not whole pieces")
+    raises(
+        lambda: FWD_ROUNDED(q[..., ::2], k[..., ::2], v, False, 1, True, True), "q has rows that are not whole pieces"
+    )
     raises(lambda: FWD_ROUNDED(*tensors(dv=128), False, 1, True, True), "fewer columns than v")
     raises(lambda: FWD_ROUNDED(*tensors(sq=0), False, 1, True, True), "nothing to round")
     raises(lambda: FWD_ROUNDED(*tensors(sk=0), False, 1, True, True), "nothing to round")
     raises(lambda: FWD_ROUNDED(q.float(), k.float(), v.float(), False, 1, True, True), "q is float32")
-    raises(lambda: FWD_ROUNDED(*tensors(d=256), False, 1, True, True), "kernel round-sm90-e4m3-d256-general is not built")
+    raises(
+        lambda: FWD_ROUNDED(*tensors(d=256), False, 1, True, True), "kernel round-sm90-e4m3-d256-general is not built"
+    )
