@@ -9,7 +9,7 @@ import torch
 from feature_oracle import compare as mismatches
 from feature_oracle import largest, largest_finite
 
-__all__ = ["expected", "mismatches", "plain_attention", "results"]
+__all__ = ["expected", "largest", "largest_finite", "mismatches", "plain_attention", "results"]
 
 FACTOR = 2.0
 FP32 = 4e-7

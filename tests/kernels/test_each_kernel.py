@@ -3,6 +3,8 @@
 A process has one family of kernels for problems as small as these; see test_faster_families.py.
 """
 
+import math
+
 import pytest
 import torch
 from cache_cases import CacheCase
@@ -12,10 +14,10 @@ from feature_cases import run as run_feature
 from kernel_set import BASE_FAMILY, EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, served
 from layouts import LAYOUTS, contiguous
 from memory import poison
-from oracle import expected, mismatches, results
+from oracle import expected, largest, largest_finite, mismatches, plain_attention, results
 from rotary_cases import run as run_rotary
 
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 PLAIN, WITH_FEATURES, DECODE, ROTARY = map(
     served,
@@ -65,6 +67,73 @@ def test_layouts(kernel, layout):
 @each(PLAIN)
 def test_smaller_head_dims(kernel, less):
     check(kernel, kernel.head_dim - less, (65, 129))
+
+
+# What the keys of each block of 64 add to the scores, in units of ln 2, from the last block back. Kernels go through
+# the keys in this order, and take scores relative to those of the first ones.
+JUMPS = {
+    "grow a little": lambda block: 3 * block,
+    "grow": lambda block: 14 * block,
+    "grow beyond a float": lambda block: 144 * block,
+    "grow by 1000": lambda block: 1000 * block,
+    "grow by 30000 once": lambda block: 30000 * (block == 4),
+    "fall": lambda block: -14 * block,
+    "fall by 1000": lambda block: -1000 * block,
+    "fall by 30000 once": lambda block: -30000 * (block == 4),
+    "up and down": lambda block: 200 * (block % 3),
+}
+# (seqlen_q, seqlen_k, columns less, packed). The keys of a query end anywhere in a block, at its end, or before all.
+JUMP_CASES = [(200, 700, 0, False), (193, 640, 24, True), (128, 639, 8, False), (700, 450, 16, True)]
+
+
+@pytest.mark.parametrize("jump", JUMPS)
+@each([kernel for kernel in PLAIN if kernel.op == "fwd"])
+def test_scores_that_jump(kernel, jump):
+    """Those of every row in one head, those of one row in 16 in the other.
+
+    The measure is float64 alone, not what torch makes of such scores in the dtype: they are exact in a kernel's sums.
+    """
+    eps = torch.finfo(kernel.dtype).eps
+    for seqlen_q, seqlen_k, less, packed in JUMP_CASES:
+        head_dim, scale = kernel.head_dim - less, 0.125
+        q = torch.randint(-2, 3, (2, seqlen_q, 2, head_dim), device="cuda").to(kernel.dtype)
+        k = torch.randint(-2, 3, (2, seqlen_k, 1, head_dim), device="cuda").to(kernel.dtype)
+        v = torch.randn(2, seqlen_k, 1, head_dim, device="cuda").to(kernel.dtype)
+        block = torch.arange(seqlen_k - 1, -1, -1, device="cuda") // 64
+        k[:, :, 0, 0] = (JUMPS[jump](block) * math.log(2) / (32.0 * scale)).to(kernel.dtype)
+        q[:, :, 0, 0] = 32.0
+        q[:, :, 1, 0] = 32.0 * (torch.arange(seqlen_q, device="cuda") % 16 == 5)
+        exact = plain_attention(q.double(), k.double(), v.double(), scale, kernel.causal)
+        poison()
+        if packed:
+            starts = [torch.arange(3, dtype=torch.int32, device="cuda") * n for n in (seqlen_q, seqlen_k)]
+            rows = [x.flatten(0, 1) for x in (q, k, v)]
+            out, lse, _ = flash_attn_varlen_func(
+                *rows, *starts, seqlen_q, seqlen_k, 0.0, scale, kernel.causal, return_attn_probs=True
+            )
+            out, lse = out.unflatten(0, (2, seqlen_q)), lse.unflatten(1, (2, seqlen_q)).transpose(0, 1)
+        else:
+            out, lse, _ = flash_attn_func(q, k, v, 0.0, scale, kernel.causal, return_attn_probs=True)
+        size = largest_finite(exact[1]).clamp(min=1.0)
+        allowed = {"out": 2 * eps * largest(v) + 1e-6 * size, "lse": 1e-6 * size + 1e-5}
+        wrong = mismatches({"out": out, "lse": lse}, {"out": exact[0], "lse": exact[1]}, allowed)
+        assert not wrong, "\n".join([f"{kernel.key}, {jump}, {(seqlen_q, seqlen_k, less, packed)}", *wrong])
+
+
+@each([kernel for kernel in PLAIN if kernel.op == "fwd"])
+def test_scores_of_infinity_and_nan(kernel):
+    """What IEEE arithmetic makes of them: NaN in the rows that see one, and the other rows as they are."""
+    q, k, v = (torch.randn(1, n, 1, kernel.head_dim, device="cuda").to(kernel.dtype) for n in (300, 500, 500))
+    exact, allowed = expected(q, k, v, kernel.head_dim**-0.5, kernel.causal)
+    touched = torch.zeros(300, dtype=torch.bool, device="cuda")
+    for row, value in ((3, math.nan), (77, math.inf), (130, -math.inf), (299, math.nan)):
+        q[0, row] = value
+        touched[row] = True
+    out, lse, _ = flash_attn_func(q, k, v, causal=kernel.causal, return_attn_probs=True)
+    assert out[:, touched].isnan().all()
+    found = {"out": out[:, ~touched], "lse": lse[:, :, ~touched]}
+    wrong = mismatches(found, {"out": exact["out"][:, ~touched], "lse": exact["lse"][:, :, ~touched]}, allowed)
+    assert not wrong, "\n".join([kernel.key, *wrong])
 
 
 @each([kernel for kernel in PLAIN if kernel.op == "bwd"])

@@ -12,6 +12,11 @@ struct MinusInfinity {
 };
 constexpr MinusInfinity kMinusInfinity;
 
+struct Infinity {
+  __device__ __forceinline__ operator float() const { return __int_as_float(0x7f800000); }
+};
+constexpr Infinity kInfinity;
+
 // The 32-bit address of a pointer into shared memory, as ld/st/ldmatrix/cp.async take it.
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));

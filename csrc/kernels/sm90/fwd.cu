@@ -9,13 +9,18 @@
 // own key blocks: those that all its rows are masked from it lets pass. So they drift apart by as much as the ring of K and
 // V holds, and one stores its result while the others multiply; the first Q K^T of its next tile runs meanwhile.
 //
-// As in the sm80 kernel, the running maximum is lazy, and the accumulator is rescaled only when a score outgrows it. The
-// general mask kind has windows, chunks, softcap and sink here; ALiBi and dropout are the sm80 family's.
+// P is 2 to the power of score - base, where a row's base is the largest score of its first block. Later blocks need no
+// maximum: their exponentials begin at once, and that all P are in range is read off the row sums. A block of which that is
+// not so is put right, and the base raised. Blocks with a mask, and the general mask kind, find their maximum; the base is
+// then raised, and the accumulator rescaled, only when a score outgrows it.
+//
+// The general mask kind has windows, chunks, softcap and sink here; ALiBi and dropout are the sm80 family's.
 #include "common/hopper.cuh"
 #include "common/problem.cuh"
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "params.h"
+#include "sm90/bases.cuh"
 
 namespace {
 
@@ -31,14 +36,14 @@ constexpr bool kBf16 = FA_BF16;
 
 constexpr int kConsumers = kBlockM / 64;  // warpgroups
 constexpr int kThreads = 128 * (kConsumers + 1);
-static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
-constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
-constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
+static_assert(kConsumers >= 2 && kConsumers <= 4, "setmaxnreg");
+constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
 static_assert(kThreads == FA_WARPS * 32 && kConsumers * 64 == kBlockM && kBlockN % 16 == 0);
 
 constexpr int kScores = kBlockN / 2;    // of a thread: 2 rows, kBlockN / 4 columns
 constexpr int kOutputs = kHeadDim / 2;
-constexpr float kSlack = 8.0f;
+constexpr float kSlack = 8.0f;  // how much a score may be above its row's base, where a maximum is taken
 constexpr float kLog2e = 1.4426950408889634074f;
 constexpr float kLn2 = 0.69314718055994530942f;
 
@@ -505,7 +510,9 @@ struct Consumer {
     part.first = work.first;
     part.last = max(0, mask.last(end) + kBlockN) / kBlockN;
     part.full_first = 0;
-    part.full_last = max(0, mask.last(begin) + 1) / kBlockN;
+    // Under a causal mask, the block in which the first row's last key is the last one counts as masked: by then every row
+    // has a base.
+    part.full_last = max(0, mask.last(begin) + (kCausal ? 0 : 1)) / kBlockN;
     if constexpr (kGeneral) {
       part.first = max(part.first, mask.first(begin) / kBlockN);
       part.full_first = (mask.first(end) + kBlockN - 1) / kBlockN;
@@ -657,6 +664,35 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
         if (n >= part.full_last || n < part.full_first) mask();
       } else if constexpr (kMasked) {
         mask();
+      } else {
+        float sum[2];
+        bases::exponentials(s, sum, row_max, scale_log2);
+        // The compiler would have the exponentials wait for P V: it moves a wait up as far as a branch.
+        hopper::hold(s);
+        hopper::hold(sum);
+        c.wait_v();
+        hopper::wgmma_wait<0>();
+        hopper::hold(out);
+        c.release_v();
+        const float largest = fmaxf(sum[0], sum[1]);
+        if (__any_sync(0xffffffffu, largest > bases::kLargest)) {
+          bool grown = true;
+          if (__any_sync(0xffffffffu, largest == ptx::kInfinity)) {
+            const Work work = read_work(shared, part.slot);
+            bases::multiply_again<kBf16>(s, p, work.batch, work.head, work.q_row, part.row, work.k_row, n * kBlockN, lane);
+            sum[0] = sum[1] = 0.0f;
+            grown = softmax<true>(s, row_max, row_sum, factor, scale_log2);
+          } else {
+            bases::raise(s, sum, row_max, factor);
+            row_sum[0] *= factor[0];
+            row_sum[1] *= factor[1];
+          }
+          if (grown) rescale(out, factor);
+        }
+        as_operand(probabilities, s);
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
+        return;
       }
       const bool grown = softmax<kMasked>(s, row_max, row_sum, factor, scale_log2);
       hopper::wgmma_wait<0>();
