@@ -225,12 +225,11 @@ __device__ __forceinline__ void schedule(const flash_attn::FwdTmaParams& p, cons
 // The loading thread: fetches Q, K and V of the tiles, as far ahead of their use as there is room.
 __device__ __forceinline__ void load(const flash_attn::FwdTmaParams& p, const Shared& shared) {
   hopper::Ring<kStages> k_ring, v_ring;
-  hopper::Ring<kQueryStages> q_ring;
-  hopper::Ring<kWorks> work_ring;
-  for (;; work_ring.advance()) {
-    hopper::barrier_wait(shared.work_full(work_ring.stage), work_ring.phase);
-    const Work work = read_work(shared, work_ring.stage);
-    hopper::barrier_arrive(shared.work_empty(work_ring.stage));
+  unsigned tiles = 0;  // those with keys; counters take fewer of the loading warp's 32 registers than rings
+  for (unsigned number = 0;; ++number) {
+    hopper::barrier_wait(shared.work_full(number % kWorks), number / kWorks % 2);
+    const Work work = read_work(shared, number % kWorks);
+    hopper::barrier_arrive(shared.work_empty(number % kWorks));
     if (work.batch < 0) break;
     if (work.last <= work.first) continue;
     const int key_head = work.head / p.fwd.group;
@@ -255,17 +254,17 @@ __device__ __forceinline__ void load(const flash_attn::FwdTmaParams& p, const Sh
     load_k(work.last - 1);
 #pragma unroll 1
     for (int group = 0; group < kConsumers; ++group) {
-      const unsigned full = shared.q_full(q_ring.stage, group);
-      hopper::barrier_wait(shared.q_empty(q_ring.stage, group), q_ring.phase ^ 1);
+      const unsigned full = shared.q_full(tiles % kQueryStages, group);
+      hopper::barrier_wait(shared.q_empty(tiles % kQueryStages, group), tiles / kQueryStages % 2 ^ 1);
       hopper::barrier_expect_bytes(full, kQueryBytes);
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
-        hopper::load_box(shared.q(q_ring.stage, group) + panel * kQueryPanel, p.q_map, full, panel * 64,
+        hopper::load_box(shared.q(tiles % kQueryStages, group) + panel * kQueryPanel, p.q_map, full, panel * 64,
                          work.q_row + work.row_of(group), work.head,
                          p.fwd.sequences.cu_seqlens_q != nullptr ? 0 : work.batch);
       }
     }
-    q_ring.advance();
+    ++tiles;
 #pragma unroll 1
     for (int n = work.last - 1; n > work.first; --n) {
       load_k(n - 1);
