@@ -433,7 +433,8 @@ void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream, 
     launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
   }
   if (params.splits == 1) return;
-  launch_early(cuda, kernel, 1, grid_of(kernel, params.lse_count, 1, 1), 0, &params, stream);
+  const unsigned rows = grid_of(kernel, params.lse_count, 1, 1);
+  launch_early(cuda, kernel, 1, static_cast<unsigned>(blocks_of(rows, kCombineThreads / 32)), 0, &params, stream);
 }
 
 void launch_rotary(const Kernel& kernel, const RotaryParams& params, CUstream stream) {

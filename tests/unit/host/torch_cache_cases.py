@@ -171,7 +171,7 @@ def case_decode_packed_queries() -> None:
 
 def case_decode_splits() -> None:
     for num_splits, grids in (
-        (1, ["4,1"]), (2, ["8,1", "8,1"]), (7, ["28,1", "8,1"]), (64, ["256,1", "8,1"]), (9999, ["512,1", "8,1"]),
+        (1, ["4,1"]), (2, ["8,1", "4,1"]), (7, ["28,1", "4,1"]), (64, ["256,1", "4,1"]), (9999, ["512,1", "4,1"]),
     ):  # fmt: skip
         with launches() as found:
             check(slabs(num_splits=num_splits))
