@@ -451,6 +451,7 @@ __device__ __forceinline__ void join_splits(const flash_attn::DecodeParams& p) {
   const int lane = threadIdx.x % 32;
   const long long rows = p.lse_count;
   const int row = blockIdx.x * (flash_attn::kCombineThreads / 32) + threadIdx.x / 32;
+  ptx::launch_dependents();
   ptx::wait_on_dependencies();
   if (row >= rows) return;
 
