@@ -134,6 +134,9 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   if (own_slab >= p.slabs) own_slab = -1;
   const int* const block_table = p.pages.block_table;
 
+  // A key is read once, but where several blocks have rows of its head.
+  const unsigned long long policy = p.row_tiles == 1 ? ptx::evict_first() : ptx::evict_normal();
+
   // The place of one key a lane, asked for a step before its copy begins: in a page table it is a load.
   auto locate = [&](int tile_index) {
     const int key = tile_index * kBlockN + unit_warp * kWarpKeys + lane % kWarpKeys;
@@ -166,12 +169,12 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
 #pragma unroll
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
         ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes, k + panel * tile::kRowBytes,
-                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
+                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0, policy);
       }
 #pragma unroll
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
         ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes, v + panel * tile::kRowBytes,
-                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0);
+                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0, policy);
       }
     }
   };
