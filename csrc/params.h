@@ -93,8 +93,8 @@ struct Descale {
 // head_dim_v. Tile h * v_tiles_of_head + first(b) + n holds keys n * block_n and up of sequence b and KV head h, where
 // first(b) is b * blocks_n, or cu_seqlens_k[b] / block_n + b if packed.
 //
-// flash_transpose_v: a block for each of batch * heads_kv * blocks_n tiles, no dynamic shared memory; both kernels have the
-// record's threads. flash_fwd may be launched as its programmatic dependent.
+// flash_transpose_v: a block of fp8_transposers threads for each of batch * heads_kv * blocks_n tiles, no dynamic shared
+// memory. flash_fwd may be launched as its programmatic dependent.
 struct FwdFp8Params {
   FwdTmaParams tma;
   Descale q_descale, k_descale, v_descale;  // (B, Hk)
@@ -103,6 +103,12 @@ struct FwdFp8Params {
   int v_tiles_of_head;   // batch * blocks_n, or total_k / block_n + batch if packed
   int blocks_n;          // ceil(seqlen_k / block_n)
 };
+
+// Threads of flash_transpose_v, each of which takes 4 keys and 16 columns at a time: as many as there are of these in a tile, or
+// half as many, so that many blocks fit on a multiprocessor.
+constexpr int fp8_transposers(int block_n, int head_dim) {
+  return block_n * head_dim / 64 <= 384 ? block_n * head_dim / 64 : block_n * head_dim / 128;
+}
 
 // flash_round_sums, flash_round_largest and flash_round, launched in this order on one stream: 16-bit q, k and v to e4m3,
 // with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys or values taken off k or v

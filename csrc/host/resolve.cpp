@@ -295,7 +295,12 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
     CUresult read = cuda.cuFuncGetAttribute(&threads, CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK, *entry);
     if (read == CUDA_SUCCESS) read = cuda.cuFuncGetAttribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, *entry);
     if (read != CUDA_SUCCESS) check(cuda, read, Action("reading the attributes of", *record, gpu).text);
-    kernel.threads[i] = query.op == Op::decode && i != points.main ? kCombineThreads : record->threads;
+    kernel.threads[i] = record->threads;
+    if (i != points.main && query.op == Op::decode) kernel.threads[i] = kCombineThreads;
+    if (i != points.main && fp8_forward) {
+      const int threads = fp8_transposers(static_cast<int>(record->block_n), static_cast<int>(record->head_dim));
+      kernel.threads[i] = static_cast<unsigned>(threads);
+    }
     if (static_cast<unsigned>(threads) < kernel.threads[i]) {
       fail("kernel %s (arch %s): %s can run with %d threads per block, and is to have %u. Reinstall flash-attn.",
            record->key, record->arch, points.names[i], threads, kernel.threads[i]);

@@ -78,6 +78,23 @@ def test_error_is_that_of_the_format(kernel, sq, sk):
 
 
 @on_hopper
+@pytest.mark.parametrize("rows", [slice(None), slice(64, 128), slice(77, 78), slice(200, 233)], ids=str)
+@pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.key)
+def test_scores_that_grow(kernel, rows):
+    """From each block of keys to the one before, which is next, by so much that no base holds: all rows' or a few's."""
+    public, fields = MASKS[kernel.mask]
+    q, k, v = inputs(1, 400, 1700, 2, 1, kernel.head_dim)
+    q[..., 0] = 0.0
+    q[:, rows, :, 0] = 8.0
+    k[..., 0] = torch.arange(1700, 0, -1, device="cuda").view(1, -1, 1) * (kernel.head_dim**0.5 / 190)
+    pairs = quantized(q, k, v)
+    out, lse = call(pairs, **public)
+    wanted, wanted_lse = emulated(pairs, kernel.head_dim**-0.5, **fields)
+    assert rms(out - wanted) < 0.08 * rms(wanted)
+    assert (lse - wanted_lse).abs().max() < 5e-2
+
+
+@on_hopper
 @pytest.mark.parametrize("head_dim", [8, 24, 40, 65, 72, 96, 100, 128, 136, 192, 200, 256])
 def test_head_dims(head_dim):
     if head_dim > LIMITS.head_dim:

@@ -60,6 +60,7 @@ static_assert(kHeadDim == 64 || kHeadDim % 128 == 0);
 // V: for each 32 keys kHeadDim columns, in core matrices of 8 columns by 16 keys.
 constexpr int kValueStep = 32 * kHeadDim;
 constexpr int kValueChunks = kHeadDim / kValueColumns;
+constexpr int kTransposers = flash_attn::fp8_transposers(kBlockN, kHeadDim);  // threads of flash_transpose_v
 static_assert(kHeadDim % kValueColumns == 0 && kValueBuffers <= kValueChunks && kValueBuffers <= 2);
 
 constexpr int kOutputPanel = kBlockM * tile::kRowBytes;
@@ -592,7 +593,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 // Writes one tile of V for flash_fwd. A core matrix holds, for each of 8 columns, 16 keys h to h + 15 in the order in
 // which lane t of four has them in an accumulator: h + 2t, h + 2t + 1, h + 8 + 2t, h + 9 + 2t.
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kTransposers)
     flash_transpose_v(const __grid_constant__ flash_attn::FwdFp8Params params) {
   __shared__ __align__(16) uint4 shared_tile[kKeyBytes / 16];
   const flash_attn::FwdParams& p = params.tma.fwd;
@@ -611,7 +612,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   auto place = [](int chunk) { return chunk ^ chunk / 16 % 8; };
   unsigned* const words = reinterpret_cast<unsigned*>(shared_tile);
   constexpr int kSlices = kHeadDim / 16;  // of 16 columns
-  for (int i = threadIdx.x; i < kBlockN / 4 * kSlices; i += kThreads) {
+  for (int i = threadIdx.x; i < kBlockN / 4 * kSlices; i += kTransposers) {
     const int t = i % 4;
     const int slice = i / 4 % kSlices;
     const int half = i / 4 / kSlices;  // 16 keys
@@ -640,7 +641,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   char* const out = value_tiles(params, batch, head_kv) + static_cast<long long>(n) * kKeyBytes;
-  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kThreads) {
+  for (int i = threadIdx.x; i < kKeyBytes / 16; i += kTransposers) {
     reinterpret_cast<uint4*>(out)[i] = shared_tile[place(i)];
   }
 }
