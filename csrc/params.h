@@ -77,11 +77,16 @@ struct FwdTmaParams {
   alignas(64) unsigned char v_map[128];
 };
 
-// A factor for each (batch, KV head), what a quantised tensor's elements are multiplied by; null: 1.
+// What a quantised tensor's elements are multiplied by: a factor for each (batch, KV head), or one for each block of
+// kDescaleRows rows of each of the tensor's own heads, for mask kind `general` alone. Blocks are counted from a sequence's
+// first row in memory, whatever leftpad_k says. Block i of sequence b and head h has number (b * heads + h) * blocks + i;
+// if packed, h * blocks + cu_seqlens[b] / kDescaleRows + b + i. Factors of blocks are not negative.
+constexpr int kDescaleRows = 64;
 struct Descale {
-  const float* data;
-  long long batch;  // strides in elements; 0 where one factor serves all
+  const float* data;  // null: 1
+  long long batch;    // strides in elements of (batch, KV head); 0 where one factor serves all
   long long head;
+  int blocks;         // of a head; 0: there are none
 };
 
 // flash_transpose_v and flash_fwd of dtype e4m3 (FP8), launched in this order on one stream: q, k and v are e4m3, out is
@@ -97,7 +102,7 @@ struct Descale {
 // memory. flash_fwd may be launched as its programmatic dependent.
 struct FwdFp8Params {
   FwdTmaParams tma;
-  Descale q_descale, k_descale, v_descale;  // (B, Hk)
+  Descale q_descale, k_descale, v_descale;
   const float* v_mean;   // (Hk, FA_HEAD_DIM), added to the output of each row that sees a key; null: nothing, as with a sink
   void* v_tiles;         // workspace: heads_kv * v_tiles_of_head * block_n * FA_HEAD_DIM bytes, on 128
   int v_tiles_of_head;   // batch * blocks_n, or total_k / block_n + batch if packed
@@ -248,7 +253,7 @@ struct DecodeParams {
   float scale;
   float scale_log2;
 };
-constexpr int kCombineThreads = 64;  // of flash_combine, whatever the record has; a row for each warp
+constexpr int kCombineThreads = 128;  // of flash_combine, whatever the record has: so few fit beside flash_decode's
 
 // flash_rotary: copies rows, rotated by their position or not, to their place: into a KV cache, or anywhere.
 struct RotaryTask {

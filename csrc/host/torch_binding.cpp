@@ -29,8 +29,8 @@
 // An overload `output` is the call that is usual in inference: what it leaves out costs the host more time than the rest.
 // Its scale, if not given, is 1 / sqrt(D).
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
-// dtype, fp16 or bf16; of fwd_fp8, q, k and v are e4m3, out is bf16, and descales are fp32 (B, Hk). lse and dlse are fp32
-// (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
+// dtype, fp16 or bf16; of fwd_fp8, q, k and v are e4m3, out is bf16, and descales are fp32 (B, Hk) or, of blocks of rows,
+// (B, heads, blocks). lse and dlse are fp32 (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
 // (H, T); with cu_seqlens_k so are the keys. Tensors may have any strides; new ones are contiguous.
 //
 // Built by g++ alone, without torch and without CUDA; buildtools/host.py holds the commands. The link is against an
@@ -313,6 +313,7 @@ void forward(const Problem& p, bool wants_lse, StableIValue* stack) {
 // The factors of FP8 tensors.
 struct Descales {
   Descale q, k, v;
+  Tensor copies[3];
 };
 
 // `v_mean`: see FwdFp8Params.
@@ -425,9 +426,9 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth_k, bool smooth_v
   rounded.v.argument.data = data + place[2];
   launch_fp8_rounding(kernel, params, current_stream(p.device()));
   const int64_t heads_kv = p.heads_kv();
-  const auto descale = [&](int i) { return Descale{params.descale + i * p.batch * heads_kv, heads_kv, 1}; };
+  const auto descale = [&](int i) { return Descale{params.descale + i * p.batch * heads_kv, heads_kv, 1, 0}; };
   const float* const v_mean = smooth_v ? params.means + means : nullptr;
-  forward_fp8(rounded, {descale(0), descale(1), descale(2)}, v_mean, false, stack);
+  forward_fp8(rounded, {descale(0), descale(1), descale(2), {}}, v_mean, false, stack);
 }
 
 // The forward's results and what the backward is given for them.
@@ -571,11 +572,15 @@ void fwd_general_output(StableIValue* stack, uint64_t, uint64_t) {
   forward(problem, false, stack);
 }
 
-Descales read_descales(const Problem& p, const Tensor& q_descale, const Tensor& k_descale, const Tensor& v_descale) {
-  const auto read = [&p](const char* name, const Tensor& descale) {
-    return read_descale(name, descale, p.q.argument, p.batch, p.heads_kv());
-  };
-  return {read("q_descale", q_descale), read("k_descale", k_descale), read("v_descale", v_descale)};
+// Factors of blocks make the problem one of mask kind general.
+Descales read_descales(Problem& p, const Tensor& q_descale, const Tensor& k_descale, const Tensor& v_descale) {
+  Descales descales;
+  Tensor* const copies = descales.copies;
+  descales.q = read_descale("q_descale", q_descale, p.q, p.batch, p.heads_kv(), &copies[0]);
+  descales.k = read_descale("k_descale", k_descale, p.k, p.batch, p.heads_kv(), &copies[1]);
+  descales.v = read_descale("v_descale", v_descale, p.v, p.batch, p.heads_kv(), &copies[2]);
+  if (descales.q.blocks + descales.k.blocks + descales.v.blocks > 0) p.mask = Mask::general;
+  return descales;
 }
 
 void fwd_fp8(StableIValue* stack, uint64_t, uint64_t) {

@@ -187,14 +187,24 @@ void read_sink(const Tensor& tensor, const Argument& first, int64_t heads, Score
   modifiers->sink = static_cast<const float*>(contiguous_as(sink, constants().fp32, copy));
 }
 
-Descale read_descale(const char* name, const Tensor& tensor, const Argument& first, int64_t batch, int64_t heads_kv) {
-  if (!tensor) return Descale{nullptr, 0, 0};
+Descale read_descale(const char* name, const Tensor& tensor, const Rows& of, int64_t batch, int64_t heads_kv, Tensor* copy) {
+  if (!tensor) return Descale{nullptr, 0, 0, 0};
   const Argument descale = read_argument(name, tensor);
-  const int64_t shape[2] = {batch, heads_kv};
-  check_shape(descale, shape, 2);
   check_dtype(descale, constants().fp32);
-  check_device(descale, first);
-  return Descale{static_cast<const float*>(descale.data), descale.strides[0], descale.strides[1]};
+  check_device(descale, of.argument);
+  if (descale.rank != 3) {
+    const int64_t shape[2] = {batch, heads_kv};
+    check_shape(descale, shape, 2);
+    return Descale{static_cast<const float*>(descale.data), descale.strides[0], descale.strides[1], 0};
+  }
+  const int64_t rows = of.sizes[1];
+  const int64_t blocks = of.packed() ? rows / kDescaleRows + batch : (rows + kDescaleRows - 1) / kDescaleRows;
+  const int64_t shape[3] = {of.packed() ? 1 : batch, of.sizes[2], blocks};
+  check_shape(descale, shape, 3);
+  if (shape[0] * shape[1] * shape[2] > INT32_MAX) fail("%s has more factors than a kernel can count.", name);
+  if (blocks == 0) return Descale{nullptr, 0, 0, 0};
+  const float* const data = static_cast<const float*>(contiguous_as(descale, constants().fp32, copy));
+  return Descale{data, 0, 0, static_cast<int>(blocks)};
 }
 
 PaddedRows::PaddedRows(const int64_t (&sizes)[4], bool packed, int32_t dtype, int32_t device, int64_t step)

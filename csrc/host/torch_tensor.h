@@ -195,8 +195,9 @@ void read_alibi_slopes(const Tensor& tensor, const Argument& first, int64_t batc
                        ScoreModifiers* modifiers, Tensor* copy);
 void read_sink(const Tensor& tensor, const Argument& first, int64_t heads, ScoreModifiers* modifiers, Tensor* copy);
 
-// fp32 (batch, KV heads) with any strides: the factors of a quantised tensor.
-Descale read_descale(const char* name, const Tensor& tensor, const Argument& first, int64_t batch, int64_t heads_kv);
+// The factors of a quantised tensor `of`, fp32: (batch, KV heads) with any strides; or of blocks of its rows, (batch, heads
+// of its own, blocks), with a batch of 1 if it is packed. Those of blocks that are not contiguous are copied into `copy`.
+Descale read_descale(const char* name, const Tensor& tensor, const Rows& of, int64_t batch, int64_t heads_kv, Tensor* copy);
 
 // Whether the kernels can use the rows where they are: last dimension contiguous, every row on 16 bytes.
 inline bool usable_as_is(const Rows& rows) {

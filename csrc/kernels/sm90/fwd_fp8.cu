@@ -1,5 +1,5 @@
-// FP8 attention forward for Hopper (sm_90a): e4m3 Q, K and V with a factor per (batch, KV head), bf16 output, fp32
-// log-sum-exp.
+// FP8 attention forward for Hopper (sm_90a): e4m3 Q, K and V with a factor per (batch, KV head) or, in mask kind general,
+// per 64 rows of a head; bf16 output, fp32 log-sum-exp.
 //
 // Built as fwd.cu is: a producer warp, consumer warpgroups of 64 query rows, tiles dealt in rounds. What FP8 changes:
 //   - Its products take both operands by columns, so flash_transpose_v first writes V into tiles in shared memory's order,
@@ -10,6 +10,9 @@
 //   - The softmax is what takes the time, by its number of instructions. P is 2 to the power of score - base, where a
 //     row's base puts its largest P to 2^kHeadroom, well into the range of e4m3, and is raised when a later P may pass
 //     448. That is read off the sums of P, so that most blocks need no maximum.
+//   - Factors of 64 rows (kGeneral): those of Q and K scale the scores. Those of V become part of P, by their logarithm in
+//     the exponent, before the base is chosen: what is rounded to e4m3 is then as large as what it adds to the output. The
+//     sums of P take them off again.
 #include "common/hopper.cuh"
 #include "common/problem.cuh"
 #include "common/ptx.cuh"
@@ -44,6 +47,11 @@ constexpr int kOutputs = kHeadDim / 2;
 constexpr int kSteps = kBlockN / 32;  // products of 32 keys
 constexpr float kHeadroom = 5.0f;
 constexpr float kLargest = 448.0f;  // of e4m3
+constexpr int kParts = kGeneral ? kBlockN / flash_attn::kDescaleRows : 1;  // of a key block, each with factors of its own
+constexpr int kPartColumns = kBlockN / kParts;
+constexpr float kSmallestFactor = 7.888609052210118e-31f;  // 2^-100, of V: its reciprocal times many P is finite
+constexpr float kSmallestScale = 1.1754943508222875e-38f;   // of scores in blocks: a hidden one stays minus infinity
+static_assert(!kGeneral || kPartColumns == flash_attn::kDescaleRows && kBlockM % flash_attn::kDescaleRows == 0);
 // A thread sums its kBlockN / 4 P of a row in four parts: if no part passes kLargest, no P does. The parts of a row
 // whose base is new do not.
 static_assert(kBlockN / 16 * 32 <= 448);
@@ -88,6 +96,14 @@ struct Barriers {
   __device__ __forceinline__ unsigned zero() const { return base + 144; }  // a float
 };
 
+// Whether later tiles of a head have more keys.
+__device__ __forceinline__ bool tiles_grow(const flash_attn::FwdTmaParams& tma) {
+  if constexpr (!kGeneral) return kCausal;
+  const flash_attn::FwdParams& p = tma.fwd;
+  const flash_attn::ScoreModifiers& m = p.modifiers;
+  return tma.heads_per_group > 1 && m.chunk == 0 && m.window_left >= p.seqlen_k - 1 && m.window_right < p.seqlen_q - 1;
+}
+
 // The order of the tiles: heads in groups whose K and V stay in L2; in a group the longest tiles of all heads come first.
 // Every other round is dealt in reverse, so that each thread block gets its share of long and short ones.
 struct Tile {
@@ -97,7 +113,7 @@ struct Tile {
     const int place = round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
     const int index = round * static_cast<int>(gridDim.x) + place;
     const int total = p.fwd.batch * p.fwd.heads;
-    if (!kCausal) {
+    if (!tiles_grow(p)) {
       head_index = index / p.fwd.blocks_m;
       block = index - head_index * p.fwd.blocks_m;
     } else {
@@ -115,6 +131,16 @@ struct Tile {
   }
 };
 
+// Keys of a sequence that left padding skips, and by how many of them key blocks begin before the first that counts: such
+// that they begin where blocks of factors do.
+__device__ __forceinline__ int padding_of(const flash_attn::FwdParams& p, int batch) {
+  return kGeneral && p.sequences.leftpad_k != nullptr ? max(0, p.sequences.leftpad_k[batch]) : 0;
+}
+
+__device__ __forceinline__ int skew_of(const flash_attn::FwdParams& p, const problem::Sequence& sequence, int batch) {
+  return sequence.seqlen_k > 0 ? padding_of(p, batch) % flash_attn::kDescaleRows : 0;
+}
+
 // One tile of work: kBlockM queries of a head.
 struct Work {
   int batch, head, first_row;
@@ -122,6 +148,7 @@ struct Work {
   problem::Mask mask;
   int first, last;            // key blocks [first, last) hold visible keys
   int full_first, full_last;  // of these, [full_first, full_last) need no mask
+  int skew;                   // keys of key block 0 before the first that counts
 
   __device__ __forceinline__ Work(const flash_attn::FwdParams& p, const Tile& place)
       : batch(place.head_index / p.heads),
@@ -130,10 +157,12 @@ struct Work {
         sequence(p, batch),
         mask(sequence, p.modifiers) {
     const int last_row = min(first_row + kBlockM, sequence.seqlen_q) - 1;
-    last = max(0, mask.last(last_row) + kBlockN) / kBlockN;
-    full_last = max(0, mask.last(first_row) + 1) / kBlockN;
-    first = kGeneral ? mask.first(first_row) / kBlockN : 0;
-    full_first = kGeneral ? (mask.first(last_row) + kBlockN - 1) / kBlockN : 0;
+    skew = skew_of(p, sequence, batch);
+    const int seen = mask.last(last_row) + 1;
+    last = max(0, kGeneral && seen <= 0 ? 0 : seen + skew + kBlockN - 1) / kBlockN;
+    full_last = max(0, mask.last(first_row) + skew + 1) / kBlockN;
+    first = kGeneral ? (mask.first(first_row) + skew) / kBlockN : 0;
+    full_first = kGeneral ? (mask.first(last_row) + skew + kBlockN - 1) / kBlockN : 0;
   }
 
   __device__ __forceinline__ bool empty() const { return last <= first; }
@@ -150,6 +179,29 @@ __device__ __forceinline__ char* value_tiles(const flash_attn::FwdFp8Params& p, 
 __device__ __forceinline__ float factor_of(const flash_attn::Descale& descale, int batch, int head_kv) {
   return descale.data == nullptr ? 1.0f : descale.data[batch * descale.batch + head_kv * descale.head];
 }
+
+// Where the factors for blocks of rows of one head of a sequence are.
+struct RowFactors {
+  int first;  // of `skipped` rows after the sequence's first
+  int last;   // of those that count; of later ones there may be none
+
+  // `rows` of the sequence count after those that are skipped; `blocks`: of a head.
+  __device__ __forceinline__ RowFactors(const int* cu_seqlens, int batch, int head, int heads, int blocks, int skipped,
+                                        int rows) {
+    const int start = cu_seqlens != nullptr ? cu_seqlens[batch] / flash_attn::kDescaleRows + batch : batch * heads * blocks;
+    first = start + head * blocks + skipped / flash_attn::kDescaleRows;
+    last = first + max(0, rows - 1) / flash_attn::kDescaleRows;
+  }
+  __device__ __forceinline__ float at(const flash_attn::Descale& descale, int block) const {
+    return __ldg(descale.data + min(first + block, last));
+  }
+};
+
+// What goes into the softmax of a key block, by its parts.
+struct Factors {
+  float score[kParts];  // what raw scores are multiplied by
+  float bias[kParts];   // log2 of V's, where they are of blocks; else 0
+};
 
 __device__ __forceinline__ void produce(const flash_attn::FwdFp8Params& params, const Barriers& barriers,
                                         unsigned shared_q, unsigned shared_k, unsigned shared_v, int rounds) {
@@ -172,7 +224,7 @@ __device__ __forceinline__ void produce(const flash_attn::FwdFp8Params& params, 
 #pragma unroll
       for (int panel = 0; panel < kPanels; ++panel) {
         hopper::load_box(shared_k + k_ring.stage * kKeyBytes + panel * kKeyPanel, p.k_map, full, panel * kRowBytes,
-                         static_cast<int>(work.sequence.k_row) + n * kBlockN, head_kv,
+                         static_cast<int>(work.sequence.k_row) - work.skew + n * kBlockN, head_kv,
                          p.fwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch);
       }
       k_ring.advance();
@@ -253,20 +305,24 @@ __device__ __forceinline__ void give_turn(int group, float probability) {
       : "memory");
 }
 
-// P = 2^x as operands of P V, and its sums by rows. Returns whether all of this thread's P are surely at most kLargest.
+// P = 2^x as operands of P V, and its sums by rows, in which P is without V's factors. Returns whether all of this thread's
+// P are surely at most kLargest.
 template <bool kGiveTurn>
 __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4], float (&sum)[2],
-                                             const float (&x)[kScores], bool turns, int group) {
-  float part[2][4] = {};
+                                             const float (&x)[kScores], const Factors& factors, bool turns,
+                                             int group) {
+  constexpr int kSums = kGeneral ? 2 : 4;  // of a row's P in a part of the key block
+  float sums[kParts][2][kSums] = {};
 #pragma unroll
   for (int pair = 0; pair < kBlockN / 16; ++pair) {  // of 8-column groups
+    const int part = 16 * pair / kPartColumns;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float p[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         p[i] = ptx::exp2(x[8 * pair + 4 * (i / 2) + 2 * half + i % 2]);
-        part[half][i] += p[i];
+        sums[part][half][i % kSums] += p[i];
       }
       probabilities[pair / 2][half + 2 * (pair % 2)] = ptx::pack_e4m3(p[0], p[1], p[2], p[3]);
       if (kGiveTurn && pair == kBlockN / 16 - 1 && half == 1) give_turn(group, turns ? p[3] : -2.0f);
@@ -275,9 +331,19 @@ __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4
   float largest[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float(&parts)[4] = part[half];
-    largest[half] = fmaxf(fmaxf(parts[0], parts[1]), fmaxf(parts[2], parts[3]));
-    sum[half] = (parts[0] + parts[1]) + (parts[2] + parts[3]);
+    if constexpr (kGeneral) {
+      largest[half] = sum[half] = 0.0f;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const float(&some)[kSums] = sums[part][half];
+        largest[half] = fmaxf(largest[half], fmaxf(some[0], some[1]));
+        sum[half] = fmaf(some[0] + some[1], ptx::exp2(-factors.bias[part]), sum[half]);
+      }
+    } else {
+      const float(&all)[kSums] = sums[0][half];
+      largest[half] = fmaxf(fmaxf(all[0], all[1]), fmaxf(all[2], all[3]));
+      sum[half] = (all[0] + all[1]) + (all[2] + all[3]);
+    }
     asm volatile("" : "+f"(sum[half]));  // else the sums wait for the branch that follows, and the parts with them
   }
   return fmaxf(largest[0], largest[1]) <= kLargest;
@@ -324,8 +390,8 @@ __device__ __forceinline__ void rescale(float (&out)[kOutputs], float (&row_sum)
 // maximum; another one tries the bases as they are. `zero`: of wait_for_turn.
 template <bool kMasked>
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], float (&s)[kScores], float (&base)[2],
-                                        float (&row_sum)[2], float (&out)[kOutputs], float scale_log2, float zero,
-                                        bool turns, int group) {
+                                        float (&row_sum)[2], float (&out)[kOutputs], const Factors& factors,
+                                        float zero, bool turns, int group) {
   bool unset = false;  // a row has seen no key
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -333,21 +399,23 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], fl
     const float subtracted = (base[half] == ptx::kMinusInfinity ? 0.0f : base[half]) + zero;
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
-      s[4 * j + 2 * half] = fmaf(s[4 * j + 2 * half], scale_log2, -subtracted);
-      s[4 * j + 2 * half + 1] = fmaf(s[4 * j + 2 * half + 1], scale_log2, -subtracted);
+      const int part = 8 * j / kPartColumns;
+      const float added = kGeneral ? factors.bias[part] - subtracted : -subtracted;
+      s[4 * j + 2 * half] = fmaf(s[4 * j + 2 * half], factors.score[part], added);
+      s[4 * j + 2 * half + 1] = fmaf(s[4 * j + 2 * half + 1], factors.score[part], added);
     }
   }
   float sum[2], factor[2];
   if constexpr (kMasked) {
     raise_base(s, base, factor);
     rescale(out, row_sum, factor);
-    exponentials<kTurns>(probabilities, sum, s, turns, group);
+    exponentials<kTurns>(probabilities, sum, s, factors, turns, group);
   } else {
-    const bool fits = exponentials<kTurns>(probabilities, sum, s, turns, group) && !unset;
+    const bool fits = exponentials<kTurns>(probabilities, sum, s, factors, turns, group) && !unset;
     if (!__all_sync(0xffffffffu, fits)) {
       raise_base(s, base, factor);
       rescale(out, row_sum, factor);
-      exponentials<false>(probabilities, sum, s, turns, group);
+      exponentials<false>(probabilities, sum, s, factors, turns, group);
     }
   }
   row_sum[0] += sum[0];
@@ -368,12 +436,11 @@ __device__ __forceinline__ void apply_mask(float (&s)[kScores], const problem::M
 }
 
 // Softcap: raw scores become c tanh(scale s / c), in base 2.
-__device__ __forceinline__ void cap(float (&s)[kScores], float softcap, float scale) {
-  if (softcap <= 0.0f) return;
-  const float in = scale / softcap;
+__device__ __forceinline__ void cap(float (&s)[kScores], float softcap, const float (&scale)[kParts]) {
+  const float inverse = 1.0f / softcap;
   const float out = softcap * kLog2e;
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) s[i] = ptx::tanh(s[i] * in) * out;
+  for (int i = 0; i < kScores; ++i) s[i] = ptx::tanh(s[i] * (scale[2 * i / kPartColumns] * inverse)) * out;
 }
 
 __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, const Barriers& barriers,
@@ -405,10 +472,36 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
 
     if (!work.empty()) {
       const int head_kv = work.head / p.group;
-      const float descale = factor_of(params.q_descale, work.batch, head_kv) *
-                            factor_of(params.k_descale, work.batch, head_kv);
+      const RowFactors q_factors(p.sequences.cu_seqlens_q, work.batch, work.head, p.heads, params.q_descale.blocks, 0,
+                                 work.sequence.seqlen_q);
+      // Of K, and of V, whose shape is the same.
+      const RowFactors key_factors(p.sequences.cu_seqlens_k, work.batch, head_kv, p.heads_kv,
+                                   max(params.k_descale.blocks, params.v_descale.blocks), padding_of(p, work.batch),
+                                   work.sequence.seqlen_k + work.skew);
+      const bool q_blocks = kGeneral && params.q_descale.blocks > 0;
+      const bool k_blocks = kGeneral && params.k_descale.blocks > 0;
+      const bool v_blocks = kGeneral && params.v_descale.blocks > 0;
+      const float q_factor = q_blocks ? q_factors.at(params.q_descale, (work.first_row + group * 64) / flash_attn::kDescaleRows)
+                                      : factor_of(params.q_descale, work.batch, head_kv);
+      const float descale = k_blocks ? q_factor : q_factor * factor_of(params.k_descale, work.batch, head_kv);
       const bool capped = kGeneral && p.modifiers.softcap > 0.0f;
-      const float scale_log2 = capped ? 1.0f : p.scale_log2 * descale;
+      float score_scale = (capped ? p.scale : p.scale_log2) * descale;
+      if (q_blocks) score_scale = fmaxf(score_scale, kSmallestScale);
+      auto factors_of = [&](int n) {
+        Factors factors;
+#pragma unroll
+        for (int part = 0; part < kParts; ++part) {
+          factors.score[part] = score_scale;
+          factors.bias[part] = 0.0f;
+          if (k_blocks) {
+            factors.score[part] = fmaxf(score_scale * key_factors.at(params.k_descale, n * kParts + part), kSmallestScale);
+          }
+          if (v_blocks) {
+            factors.bias[part] = ptx::log2(fmaxf(key_factors.at(params.v_descale, n * kParts + part), kSmallestFactor));
+          }
+        }
+        return factors;
+      };
       const int row = work.first_row + my_row;
       const int key = lane % 4 * 2;
       hopper::barrier_wait(barriers.q_full(), q_phase);
@@ -430,6 +523,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
       auto step = [&](int n, auto masked, auto is_last) {
         constexpr bool kMasked = decltype(masked)::value;
         constexpr bool kNext = kEarly && !decltype(is_last)::value;
+        Factors factors = factors_of(n);
         if constexpr (!kEarly) {
           begin_scores();
           finish_scores();
@@ -437,12 +531,16 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
         unsigned probabilities[kSteps][4];
         const float zero = wait_for_turn(barriers, turns, group);
         if constexpr (kGeneral) {
-          cap(s, p.modifiers.softcap, p.scale * descale);
-          if (n >= work.full_last || n < work.full_first) apply_mask(s, work.mask, row, n * kBlockN + key);
+          if (capped) {
+            cap(s, p.modifiers.softcap, factors.score);
+#pragma unroll
+            for (int part = 0; part < kParts; ++part) factors.score[part] = 1.0f;
+          }
+          if (n >= work.full_last || n < work.full_first) apply_mask(s, work.mask, row, n * kBlockN + key - work.skew);
         } else if constexpr (kMasked) {
           apply_mask(s, work.mask, row, n * kBlockN + key);
         }
-        softmax<kMasked>(probabilities, s, base, row_sum, out, scale_log2, zero, turns, group);
+        softmax<kMasked>(probabilities, s, base, row_sum, out, factors, zero, turns, group);
         float values[kValueBuffers][kValueColumns / 2];
         const unsigned v_tile = shared_v + v_ring.stage * kKeyBytes;
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
@@ -501,7 +599,9 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
 
     float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
     if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
-    const float v_descale = factor_of(params.v_descale, work.batch, work.head / p.group);
+    const float v_descale = kGeneral && params.v_descale.blocks > 0
+                                ? 1.0f
+                                : factor_of(params.v_descale, work.batch, work.head / p.group);
     const bool has_mean = params.v_mean != nullptr;
     const float* const v_mean = params.v_mean + work.head / p.group * kHeadDim + lane % 4 * 2;
     float* const lse =
@@ -606,11 +706,13 @@ extern "C" __global__ void __launch_bounds__(kTransposers)
   const int head_kv = blockIdx.x / params.blocks_n % p.heads_kv;
   const int batch = blockIdx.x / params.blocks_n / p.heads_kv;
   const problem::Sequence sequence(p, batch);
-  const int keys = sequence.seqlen_k - n * kBlockN;
+  const int skew = skew_of(p, sequence, batch);
+  const int keys = sequence.seqlen_k + skew - n * kBlockN;
   if (keys <= 0) return;
+  const int first_key = skew - n * kBlockN;
 
   const char* const values = static_cast<const char*>(p.v) + batch * p.v_stride.batch + head_kv * p.v_stride.head +
-                             (sequence.k_row + n * kBlockN) * p.v_stride.row;
+                             (sequence.k_row - skew + n * kBlockN) * p.v_stride.row;
   // In chunks of 16 bytes: 32 keys have 2 kHeadDim of them, 8 columns 16, and 8 of these are the first 16 keys. In
   // shared memory a chunk's place among 8 is turned by its columns, so that a warp's threads write to different banks.
   auto place = [](int chunk) { return chunk ^ chunk / 16 % 8; };
@@ -625,7 +727,7 @@ extern "C" __global__ void __launch_bounds__(kTransposers)
     for (int k = 0; k < 4; ++k) {
       const int key = half * 16 + k / 2 * 8 + 2 * t + k % 2;
       row[k] = make_uint4(0, 0, 0, 0);
-      if (key < keys && 16 * slice < p.head_dim_v) {
+      if ((!kGeneral || key >= first_key) && key < keys && 16 * slice < p.head_dim_v) {
         row[k] = *reinterpret_cast<const uint4*>(values + key * p.v_stride.row + 16 * slice);
       }
     }

@@ -6,6 +6,7 @@ import gc
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -36,9 +37,17 @@ class Case:
         return out
 
     def wide(self, x: Tensor, descale: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
-        """In float64, each sequence and KV head times its factor."""
+        """In float64, each sequence and KV head, or block of rows, times its factor."""
         result = x.double()
         if descale is None:
+            return result
+        if descale.dim() == 3:
+            bounds = None if cu_seqlens is None else cu_seqlens.tolist()
+            for b in range(descale.shape[0] if bounds is None else len(bounds) - 1):
+                rows = result[b] if bounds is None else result[bounds[b] : bounds[b + 1]]
+                slab, first = (b, 0) if bounds is None else (0, bounds[b] // 64 + b)
+                for i in range(rows.shape[0]):
+                    rows[i] *= descale[slab, :, first + i // 64, None].double()
             return result
         factors = descale.double().repeat_interleave(x.shape[-2] // descale.shape[1], 1)
         for b in range(descale.shape[0]):
@@ -70,6 +79,22 @@ def eights(*shape: int) -> Tensor:
 
 def factors(b: int, hk: int) -> list[Tensor | None]:
     return [torch.rand(b, hk) + 0.5 for _ in range(3)]
+
+
+def blocks(case: Case) -> Case:
+    """With a factor for each 64 rows of each head; NaN where packed rows have none."""
+    o = case.options
+    for i, (x, bounds) in enumerate(((case.q, o.cu_seqlens_q), (case.k, o.cu_seqlens_k), (case.v, o.cu_seqlens_k))):
+        if bounds is None:
+            case.descales[i] = torch.rand(x.shape[0], x.shape[2], -(-x.shape[1] // 64)) + 0.5
+            continue
+        starts = bounds.tolist()
+        given = torch.full((1, x.shape[1], x.shape[0] // 64 + len(starts) - 1), float("nan"))
+        for b, (first, last) in enumerate(pairwise(starts)):
+            at, count = first // 64 + b, -(-(last - first) // 64)
+            given[..., at : at + count] = torch.rand(x.shape[1], count) + 0.5
+        case.descales[i] = given
+    return case
 
 
 def batched(
@@ -127,6 +152,25 @@ def case_fp8_without_factors() -> None:
     Case(case.q, case.k, case.v, [one_for_all, None, torch.rand(2, 2).t()], case.options).check()
 
 
+def case_fp8_factors_of_blocks() -> None:
+    """Served by the kernel of mask kind general, whatever the mask; any of the three may be for heads or missing."""
+    for more in ({}, {"causal": True}, {"window_left": 90}):
+        blocks(batched(sq=70, sk=200, **more)).check("d64-general")
+    blocks(batched(seqused_q=ints(5, 9), seqused_k=ints(170, 133), leftpad_k=ints(0, 100), sk=180)).check("d64-general")
+    blocks(packed([9, 0, 140], [133, 5, 64], causal=True)).check("d64-general")
+    for which in range(3):
+        case, of_blocks = batched(sk=130), blocks(batched(sk=130)).descales[which]
+        case.descales[which] = of_blocks
+        case.check("d64-general")
+        some: list[Tensor | None] = [None, None, None]
+        some[which] = of_blocks
+        Case(case.q, case.k, case.v, some, case.options).check("d64-general")
+    case = blocks(batched(sk=130))
+    case.descales = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in case.descales if x is not None]
+    case.check("d64-general")
+    assert blocks(batched(sk=0)).check("d64")[0].shape == (2, 9, 4, 64)
+
+
 def case_fp8_strides() -> None:
     case = batched()
     qkv = eights(2, 30, 3, 4, 64)
@@ -161,6 +205,8 @@ def case_fp8_refuses() -> None:
     raises(call(descales=[torch.ones(2, 4), None, None]), "q_descale has shape (2, 4), expected (2, 2)")
     raises(call(descales=[None, torch.ones(2, 2).double(), None]), "k_descale is of another dtype, expected float32")
     raises(call(descales=[None, None, torch.ones(2)]), "v_descale has 1 dimensions, not 2")
+    raises(call(descales=[torch.ones(2, 2, 1), None, None]), "q_descale has shape (2, 2, 1), expected (2, 4, 1)")
+    raises(call(descales=[None, torch.ones(2, 2, 1), None]), "k_descale has shape (2, 2, 1), expected (2, 2, 2)")
     raises(call(k=k[:, :5]), "v has shape")
 
 
