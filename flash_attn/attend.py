@@ -154,10 +154,11 @@ def forward_fp8(
 ) -> tuple[Tensor, Tensor]:
     """out in bf16 and the log-sum-exp; checks the factors."""
     batch, heads_kv = p.batch(q), k.shape[-2]
+    packed_q, packed_k = p.cu_seqlens_q is not None, p.cu_seqlens_k is not None
     descales = (
-        checks.descale_of("q_descale", q_descale, batch, heads_kv, q),
-        checks.descale_of("k_descale", k_descale, batch, heads_kv, q),
-        checks.descale_of("v_descale", v_descale, batch, heads_kv, q),
+        checks.descale_of("q_descale", q_descale, batch, heads_kv, q, q.shape[-2], q.shape[-3], packed_q),
+        checks.descale_of("k_descale", k_descale, batch, heads_kv, q, heads_kv, k.shape[-3], packed_k),
+        checks.descale_of("v_descale", v_descale, batch, heads_kv, q, heads_kv, v.shape[-3], packed_k),
     )
     if p.softmax_scale <= 0.0:  # exact: a sign, or zeros. torch has no arithmetic of FP8
         wide, p = positive_scale(q.to(torch.float32), p)

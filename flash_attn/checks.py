@@ -22,6 +22,7 @@ from .reference import lse_dtype
 
 __all__ = [
     "CPU_DTYPES",
+    "FACTOR_ROWS",
     "FP8",
     "KERNEL_DTYPES",
     "MAX_HEAD_DIM",
@@ -36,6 +37,7 @@ __all__ = [
     "check_softcap",
     "cu_seqlens_of",
     "descale_of",
+    "factor_blocks",
     "has_numbers",
     "length_of",
     "number_of",
@@ -55,6 +57,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 # For the functions that have an FP8 form.
 FP8 = torch.float8_e4m3fn
+FACTOR_ROWS = 64  # of a head, that have a factor together where factors are of blocks
 _DTYPES_WITH_FP8 = (*KERNEL_DTYPES, FP8)
 _DEVICES = ("cuda", "cpu", "meta")
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
@@ -186,16 +189,34 @@ def check_no_descales(q: Tensor, **descales: Tensor | None) -> None:
             raise ArgumentError(f"{name} is for FP8 inputs and must be None here: q is {q.dtype}.")
 
 
-def descale_of(name: str, x: Any, batch: int, heads_kv: int, q: Tensor) -> Tensor | None:
-    """An optional fp32 (B, Hk), with any strides."""
+def factor_blocks(rows: int, sequences: int | None = None) -> int:
+    """Blocks of a head that have factors: of the rows of one sequence, or of all rows of packed ``sequences``.
+
+    A block is FACTOR_ROWS rows from a multiple of as many on, counted from the sequence's first row. Packed, block i of
+    sequence b is number ``cu_seqlens[b] // FACTOR_ROWS + b + i``: so all have room, and a few numbers are no block's.
+    """
+    return -(-rows // FACTOR_ROWS) if sequences is None else rows // FACTOR_ROWS + sequences
+
+
+def descale_of(
+    name: str, x: Any, batch: int, heads_kv: int, q: Tensor, heads: int, rows: int, packed: bool
+) -> Tensor | None:
+    """An optional fp32 (B, Hk), or (B, heads, blocks of rows), or (1, heads, blocks) if packed, with any strides.
+
+    ``heads`` and ``rows`` are those of the tensor that the factors are of.
+    """
     if x is None:
         return None
     descale = tensor_of(name, x)
     same_device(name, descale, q)
     if descale.dtype != torch.float32:
         raise DtypeError(f"{name} must be torch.float32, got {descale.dtype}.")
-    if tuple(descale.shape) != (batch, heads_kv):
-        raise ShapeError(f"{name} must have shape (B, Hk), ({batch}, {heads_kv}) here, got {sizes(descale)}.")
+    blocks = (1 if packed else batch, heads, factor_blocks(rows, batch if packed else None))
+    if tuple(descale.shape) not in ((batch, heads_kv), blocks):
+        raise ShapeError(
+            f"{name} must have shape (B, Hk), ({batch}, {heads_kv}) here, or that of factors for {FACTOR_ROWS} rows, "
+            f"{blocks} here, got {sizes(descale)}."
+        )
     return descale
 
 

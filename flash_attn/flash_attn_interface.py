@@ -105,7 +105,9 @@ def flash_attn_func(
         leftpad_k: int32 (B,), how many keys at the beginning of each sequence do not count, as if they were not there;
             a negative number is 0.
         q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone (see below): what the elements of each
-            sequence and KV head (of q: the H // Hk heads that attend with it) are multiplied by. None: 1.
+            sequence and KV head (of q: the H // Hk heads that attend with it) are multiplied by. None: 1. Each may
+            instead hold a factor for each 64 rows of a head, (B, H, ceil(Sq / 64)) or (B, Hk, ceil(Sk / 64)), counted
+            from the first row of a sequence whatever leftpad_k is, and not negative.
         sm_margin: multiprocessors to leave free for kernels of other streams, such as a collective's. The forward on
             GPUs of compute capability 9.0 does, down to one; others take no notice.
         num_splits, pack_gqa: hints of other implementations: accepted, and without any effect.
@@ -392,6 +394,9 @@ def flash_attn_varlen_func(
             into a padded batch of n * page_size keys first; for few queries use :func:`flash_attn_with_kvcache`, which
             reads them where they are.
         seqused_q, seqused_k, leftpad_k: as in :func:`flash_attn_func`, counted from a sequence's first row.
+        q_descale, k_descale, v_descale: fp32 (B, Hk); or for each 64 rows of a head, (1, H, Tq // 64 + B) and
+            (1, Hk, Tk // 64 + B), where rows 64 i and up of sequence b have the factor number
+            ``cu_seqlens[b] // 64 + b + i``. With a block_table, those of keys are the padded batch's.
 
     The other arguments, the results (out is (Tq, H, Dv) and softmax_lse (H, Tq)) and the errors are those of
     :func:`flash_attn_func`.

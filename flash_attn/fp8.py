@@ -4,8 +4,8 @@
     out = flash_attn_fp8_func(q, k, v, causal=True)
 
 The FP8 kernels (compute capability 9.0; emulated on the CPU) take float8_e4m3fn with one factor for each sequence and
-KV head. Three bits of mantissa make an error of 2.7 % in every element whatever the factor is, so that what can be won
-lies in how the errors of a row's elements add up in a score:
+KV head, or for each 64 rows of a head. Three bits of mantissa make an error of 2.7 % in every element whatever the
+factor is, so that what can be won lies in how the errors of a row's elements add up in a score:
 
 - *Incoherent processing* (QuIP, arXiv:2307.13304; FlashAttention-3, arXiv:2407.08608, section 3.3): q and k are
   multiplied by one orthogonal matrix, a Hadamard matrix with random signs, which leaves every score as it is and
@@ -33,8 +33,12 @@ outliers rounded again  8.2e-3      8.95e-3
 ======================  ==========  ==========
 
 FlashAttention-3's table has 2.4e-2, and 9.1e-3 at best. Nearly half of the square of what is left is the rounding of
-the values. Factors for blocks of rows gain nothing over factors for heads: a floating point format has its precision at
-every magnitude.
+the values.
+
+Factors are for heads, or for blocks of 64 rows of a head (``granularity``). Above, blocks gain nothing: a floating
+point format has its precision at every magnitude. They do where the magnitudes of a head's rows differ by more than the
+format's range: of values of blocks that differ by up to e^12, the worst row of a window of 100 keys has an error of a
+tenth of itself rather than a fifth. And a block can be quantised before the next is known.
 """
 
 from __future__ import annotations
@@ -72,26 +76,34 @@ Result = Tensor | tuple[Tensor, Tensor]
 
 
 def quantize(
-    x: Tensor, heads_kv: int | None = None, cu_seqlens: Tensor | None = None, used: Tensor | None = None
+    x: Tensor,
+    heads_kv: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    used: Tensor | None = None,
+    *,
+    granularity: str = "head",
 ) -> tuple[Tensor, Tensor]:
-    """``x`` in float8_e4m3fn, with a factor for each sequence and KV head.
+    """``x`` in float8_e4m3fn, with a factor for each sequence and KV head, or for each 64 rows of a head.
 
     Args:
         x: (B, S, H, D), or packed (T, H, D), in any floating point dtype. D <= 256.
-        heads_kv: Hk, a divisor of H; for queries, the heads of keys. H if None.
+        heads_kv: Hk, a divisor of H; for queries, the heads of keys. H if None. Of no account to blocks.
         cu_seqlens: int32 (B + 1,), the sequences of a packed ``x``.
         used: bool (B, S), or packed (T,): rows that count for the factors. None: all. Packed rows after the last
             sequence never do.
+        granularity: ``"head"`` or ``"block"``: what has a factor of its own.
 
     Returns:
-        (x_fp8, descale): x is about ``x_fp8 * descale``. descale is fp32 (B, Hk), the largest magnitude of its rows
-        over 448, which is the largest number of the format; 1 where all are 0 (below 1e-35).
+        (x_fp8, descale): x is about ``x_fp8 * descale``. descale is fp32, the largest magnitude of its rows over 448,
+        which is the largest number of the format; 1 where all are 0 (below 1e-35). Of heads it is (B, Hk); of blocks
+        (B, H, ceil(S / 64)), where block i of a sequence is rows 64 i to 64 i + 63; packed (1, H, T // 64 + B), where
+        block i of sequence b has the number ``cu_seqlens[b] // 64 + b + i``, and numbers that are no block's hold 1.
 
     Raises:
         ShapeError, DtypeError, ArgumentError: a ``ValueError`` naming the argument and what was found.
     """
     heads_kv = _check(x, heads_kv, cu_seqlens)
-    return _rounded(x, _Rows(x, cu_seqlens, _check_used(x, used)), heads_kv)
+    return _rounded(x, _Rows(x, cu_seqlens, _check_used(x, used), _is_block(granularity)), heads_kv)
 
 
 def rotate(x: Tensor, seed: int = 0) -> Tensor:
@@ -113,13 +125,22 @@ def rotate_and_quantize(
     cu_seqlens: Tensor | None = None,
     used: Tensor | None = None,
     seed: int = 0,
+    *,
+    granularity: str = "head",
 ) -> tuple[Tensor, Tensor]:
     """:func:`quantize` of the rotated ``x``, where columns of ``x`` with outliers have less of the error.
 
     The arguments and results are those of :func:`quantize` and :func:`rotate`; x_fp8 has the head dim D'.
     """
     heads_kv = _check(x, heads_kv, cu_seqlens)
-    return _rounded(x, _Rows(x, cu_seqlens, _check_used(x, used)), heads_kv, key=_key(seed))
+    rows = _Rows(x, cu_seqlens, _check_used(x, used), _is_block(granularity))
+    return _rounded(x, rows, heads_kv, key=_key(seed))
+
+
+def _is_block(granularity: str) -> bool:
+    if granularity not in ("head", "block"):
+        raise ArgumentError(f'granularity must be "head" or "block", got {granularity!r}.')
+    return granularity == "block"
 
 
 def _check(x: Tensor, heads_kv: int | None, cu_seqlens: Tensor | None) -> int:
@@ -154,38 +175,73 @@ def _check_used(x: Tensor, used: Tensor | None) -> Tensor | None:
 
 
 class _Rows:
-    """Which sequence the rows of a tensor belong to, and which of them count."""
+    """What the rows of a tensor have factors with, and which of them count.
 
-    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, used: Tensor | None) -> None:
-        self.used = used
-        self.batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.sequence: Tensor | None = None  # of packed rows; ``batch`` for those of none
+    Rows have numbers: those of the same number and head have a factor together. There are ``numbers`` of a slab's rows,
+    or of all packed rows; ``of_packed`` is int64 (T), with ``numbers`` for rows of no sequence, and None if not packed.
+    """
+
+    def __init__(self, x: Tensor, cu_seqlens: Tensor | None, used: Tensor | None, by_block: bool = False) -> None:
+        self.used, self.by_block = used, by_block
+        self.packed = cu_seqlens is not None
+        self.numbers = 1
+        self.of_packed: Tensor | None = None
+        rows = x.shape[-3]
         if cu_seqlens is not None:
-            self.sequence = sequence_of_rows(cu_seqlens, x.shape[0])
+            batch = cu_seqlens.shape[0] - 1
+            self.of_packed, self.numbers = sequence_of_rows(cu_seqlens, rows), batch
+            if by_block:
+                self.numbers = checks.factor_blocks(rows, batch)
+                self.of_packed = _packed_blocks(cu_seqlens, self.of_packed)
+        elif by_block:
+            self.numbers = checks.factor_blocks(rows)
+
+    def of_row(self, rows: int, device: torch.device) -> Tensor | None:
+        """int64 (S) or (T): the number of each of a slab's rows; None where all have the same."""
+        if self.packed or not self.by_block:
+            return self.of_packed
+        return torch.arange(rows, device=device) // checks.FACTOR_ROWS
+
+    def heads(self, heads: int, heads_kv: int) -> int:
+        """Heads that have factors of their own."""
+        return heads if self.by_block else heads_kv
+
+    def given(self, factors: Tensor) -> Tensor:
+        """Factors (slabs, numbers, heads) as they are given out."""
+        if self.by_block:
+            return factors.transpose(1, 2).contiguous()
+        return factors[0] if self.packed else factors[:, 0]
 
     def largest(self, values: Tensor) -> Tensor:
-        """The largest of ``values`` (B, S, Hk) or (T, Hk), not negative, in each sequence: (B, Hk)."""
+        """The largest of ``values`` (B, S, heads) or (T, heads), not negative: (slabs, numbers, heads)."""
         if self.used is not None:
             values = torch.where(self.used[..., None], values, 0.0)
-        if self.sequence is None:
-            return values.amax(1) if values.shape[1] > 0 else values.new_zeros(values.shape[0], values.shape[2])
-        zeros = values.new_zeros(self.batch + 1, values.shape[1])
-        index = self.sequence[:, None].expand_as(values)
-        return zeros.scatter_reduce(0, index, values, "amax")[: self.batch]
+        if self.packed:
+            values = values[None]
+        slabs, rows, heads = values.shape
+        of_row = self.of_row(rows, values.device)
+        if of_row is None:
+            return values.amax(1, keepdim=True) if rows > 0 else values.new_zeros(slabs, 1, heads)
+        zeros = values.new_zeros(slabs, self.numbers + 1, heads)
+        index = of_row[None, :, None].expand_as(values)
+        return zeros.scatter_reduce(1, index, values, "amax")[:, : self.numbers]
 
-    def by_row(self, factors: Tensor, heads: int) -> Tensor:
-        """(B, Hk) for each row and head: (B, 1, H, 1) or (T, H, 1)."""
-        per_head = factors.repeat_interleave(heads // factors.shape[1], 1)
-        if self.sequence is None:
-            return per_head[:, None, :, None]
-        # Rows of no sequence are rounded with any factor: that of the last one.
-        return per_head[self.sequence.clamp(max=self.batch - 1)][..., None] if self.batch > 0 else per_head.new_ones(())
+    def by_row(self, factors: Tensor, rows: int, heads: int) -> Tensor:
+        """(slabs, numbers, heads) for each row and head: (B, S or 1, H, 1) or (T, H, 1)."""
+        per_head = factors.repeat_interleave(heads // factors.shape[2], 2)
+        of_row = self.of_row(rows, factors.device)
+        if of_row is not None:
+            if self.numbers == 0:
+                return per_head.new_ones(())
+            # Rows of no sequence are rounded with any factor.
+            per_head = per_head[:, of_row.clamp(max=self.numbers - 1)]
+        return (per_head[0] if self.packed else per_head)[..., None]
 
     def mean(self, x: Tensor) -> Tensor:
         """float32 (H, D), the mean of all rows that count of ``x`` (B, S, H, D) or (T, H, D)."""
         counted = self.used
-        if self.sequence is not None:
-            of_some = self.sequence < self.batch
+        if self.of_packed is not None:
+            of_some = self.of_packed < self.numbers
             counted = of_some if counted is None else counted & of_some
         if x.numel() == 0:
             return x.new_zeros(x.shape[-2:], dtype=torch.float32)
@@ -200,22 +256,33 @@ def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), torch.arange(rows, device=cu_seqlens.device), right=True)
 
 
+def _packed_blocks(cu_seqlens: Tensor, sequence: Tensor) -> Tensor:
+    """int64 (T): the number of the block that each packed row is in, by checks.factor_blocks; in none, their count."""
+    rows, batch = sequence.shape[0], cu_seqlens.shape[0] - 1
+    first = cu_seqlens[sequence]
+    row = torch.arange(rows, device=cu_seqlens.device)
+    block = first // checks.FACTOR_ROWS + sequence + (row - first) // checks.FACTOR_ROWS
+    return torch.where(sequence < batch, block, checks.factor_blocks(rows, batch))
+
+
 def _rounded(
     x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None = None, key: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``x``, less ``mean`` (H, D), rotated by the signs of a ``key``, in FP8, and the factors (B, Hk)."""
+    """``x``, less ``mean`` (H, D), rotated by the signs of a ``key``, in FP8, and its factors."""
+    heads = rows.heads(x.shape[-2], heads_kv)
     if x.numel() == 0:
         columns = x.shape[-1] if key is None else _columns(x.shape[-1])
-        factors = x.new_ones((rows.batch, heads_kv), dtype=torch.float32)
-        return x.new_empty((*x.shape[:-1], columns), dtype=checks.FP8), factors
+        factors = x.new_ones((1 if rows.packed else x.shape[0], rows.numbers, heads), dtype=torch.float32)
+        return x.new_empty((*x.shape[:-1], columns), dtype=checks.FP8), rows.given(factors)
     if runs_kernel(x) and not is_compiling() and _converts_to_fp8(x.device):
         kernels = kernels_of("_fp8_kernels")
-        batched = x if rows.sequence is None else x[None]
-        result, descale = kernels.rounded(
-            batched, mean, key, rows.used, rows.sequence, rows.batch, heads_kv, _OUTLIER**2, _SHARE
-        )
-        return result if rows.sequence is None else result[0], descale
-    return _rounded_in_torch(x, rows, heads_kv, mean, key)
+        result, factors = kernels.rounded(
+            x[None] if rows.packed else x, mean, key, rows.used, rows.of_packed, rows.numbers,
+            checks.FACTOR_ROWS if rows.by_block and not rows.packed else 0, heads, _OUTLIER**2, _SHARE,
+        )  # fmt: skip
+        return result[0] if rows.packed else result, rows.given(factors)
+    result, factors = _rounded_in_torch(x, rows, heads, mean, key)
+    return result, rows.given(factors)
 
 
 @functools.cache
@@ -225,9 +292,12 @@ def _converts_to_fp8(device: torch.device) -> bool:
 
 
 def _rounded_in_torch(
-    x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None, key: int | None
+    x: Tensor, rows: _Rows, factor_heads: int, mean: Tensor | None, key: int | None
 ) -> tuple[Tensor, Tensor]:
-    """:func:`_rounded` in operations of torch, which are the statement of what the kernels do."""
+    """:func:`_rounded` in operations of torch, which are the statement of what the kernels do.
+
+    Factors are (slabs, numbers, factor_heads); :class:`_Rows` says what that is.
+    """
     x = x.to(torch.float32)
     if mean is not None:
         x = x - mean
@@ -239,9 +309,9 @@ def _rounded_in_torch(
         y = _product(x, matrix) * scale
     of_row = y.abs().amax(-1) if y.shape[-1] > 0 else y.new_zeros(y.shape[:-1])
     heads = y.shape[-2]
-    largest = rows.largest(of_row.reshape(*of_row.shape[:-1], heads_kv, heads // heads_kv).amax(-1))
+    largest = rows.largest(of_row.reshape(*of_row.shape[:-1], factor_heads, heads // factor_heads).amax(-1))
     descale = factors_of(largest)
-    by_row = rows.by_row(descale, heads)
+    by_row = rows.by_row(descale, y.shape[-3], heads)
     rounded = _to_fp8(y / by_row)
     if key is not None:
         squares, target = x.square(), x
@@ -325,6 +395,7 @@ def flash_attn_fp8_func(
     smooth_k: bool = True,
     smooth_v: bool = True,
     seed: int = 0,
+    granularity: str = "head",
 ) -> Result:
     """:func:`flash_attn.flash_attn_func` by FP8 kernels: q, k and v are turned into FP8 first. There is no gradient.
 
@@ -337,6 +408,9 @@ def flash_attn_fp8_func(
         smooth_v: take the mean of all values off each of them, and add it to the output. Not done with a sink, which
             has a share of the sum of a row's probabilities.
         seed: of the rotation.
+        granularity: ``"head"``, a factor for each sequence and KV head; or ``"block"``, one for each 64 rows of a head,
+            which costs some speed and gains precision only where blocks of values differ much in their magnitude; the
+            mean of all values (``smooth_v``) would make such blocks alike.
 
     The other arguments are those of :func:`flash_attn.flash_attn_func`.
 
@@ -358,6 +432,7 @@ def flash_attn_fp8_func(
         and learnable_sink is seqused_q is seqused_k is leftpad_k is None
         and attention_chunk == 0
         and not return_lse
+        and granularity == "head"
         and (softmax_scale is None or (type(softmax_scale) is float and softmax_scale > 0.0))
         and not is_compiling()
     ):
@@ -381,7 +456,7 @@ def flash_attn_fp8_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    return _attend(q, k, v, request, hadamard, smooth_k, smooth_v, seed)
+    return _attend(q, k, v, request, hadamard, smooth_k, smooth_v, seed, granularity)
 
 
 def flash_attn_varlen_fp8_func(
@@ -407,6 +482,7 @@ def flash_attn_varlen_fp8_func(
     smooth_k: bool = True,
     smooth_v: bool = True,
     seed: int = 0,
+    granularity: str = "head",
 ) -> Result:
     """:func:`flash_attn_fp8_func` of packed sequences, as :func:`flash_attn.flash_attn_varlen_func` has them.
 
@@ -436,18 +512,27 @@ def flash_attn_varlen_fp8_func(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
     )
-    return _attend(q, k, v, request, hadamard, smooth_k, smooth_v, seed)
+    return _attend(q, k, v, request, hadamard, smooth_k, smooth_v, seed, granularity)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, r: Request, hadamard: bool, smooth_k: bool, smooth_v: bool, seed: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    r: Request,
+    hadamard: bool,
+    smooth_k: bool,
+    smooth_v: bool,
+    seed: int,
+    granularity: str,
 ) -> Result:
+    by_block = _is_block(granularity)
     q, k, v = checks.check_qkv(q, k, v, r.cu_seqlens_q is not None, r.cu_seqlens_k is not None)
     check_no_gradient(q=q, k=k, v=v, learnable_sink=r.learnable_sink)
     p = problem_of(q, k.shape, r)
     smooth_k = smooth_k and p.softcap == 0.0 and p.sink is None
     smooth_v = smooth_v and p.sink is None
-    out, lse, mean = attend_in_steps(q, k, v, p, _key(seed) if hadamard else None, smooth_k, smooth_v)
+    out, lse, mean = attend_in_steps(q, k, v, p, _key(seed) if hadamard else None, smooth_k, smooth_v, by_block)
     out = out.to(q.dtype)
     if not r.return_lse:
         return out
@@ -459,7 +544,14 @@ def _attend(
 
 
 def attend_in_steps(
-    q: Tensor, k: Tensor, v: Tensor, p: Problem, key: int | None, smooth_k: bool, smooth_v: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    p: Problem,
+    key: int | None,
+    smooth_k: bool,
+    smooth_v: bool,
+    by_block: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """FP8 attention of tensors that are rounded one after the other: (out in bfloat16, log-sum-exp, mean of k).
 
@@ -468,7 +560,8 @@ def attend_in_steps(
     heads_kv = k.shape[-2]
     used_q = _used_rows(q, p.cu_seqlens_q, p.seqused_q, None)
     used_k = _used_rows(k, p.cu_seqlens_k, p.seqused_k, p.leftpad_k)
-    rows_q, rows_k = _Rows(q, p.cu_seqlens_q, used_q), _Rows(k, p.cu_seqlens_k, used_k)
+    rows_q = _Rows(q, p.cu_seqlens_q, used_q, by_block)
+    rows_k = _Rows(k, p.cu_seqlens_k, used_k, by_block)
     mean_k = rows_k.mean(k) if smooth_k else None
     mean_v = rows_k.mean(v) if smooth_v else None
     q_fp8, q_descale = _rounded(q, rows_q, heads_kv, key=key)

@@ -90,7 +90,8 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (B,), the positions' start where it is not ``cache_seqlens``.
         cu_seqlens_q, max_seqlen_q: q is packed, (T, H, D); so are the results, (T, H, Dv) and (H, T).
         cu_seqlens_k_new: k and v are packed, (T, Hk, D) and (T, Hk, Dv).
-        q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone, as in :func:`flash_attn.flash_attn_func`.
+        q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone, as in :func:`flash_attn.flash_attn_func`;
+            or for each 64 rows, which of the cache is (B, Hk, ceil(capacity / 64)).
             q, k_cache, v_cache, k and v may all be float8_e4m3fn, on GPUs of compute capability 9.0, without
             rotary_cos, alibi_slopes and qv. There is no decode kernel for FP8: the forward's serve, which is slow for
             few queries, and pages and cache_batch_idx are gathered first.
@@ -172,8 +173,7 @@ def flash_attn_with_kvcache(
     if fp8:
         _check_fp8(cache, k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, qv=qv)
         q_descale, k_descale, v_descale = map(_detached, (q_descale, k_descale, v_descale))
-        for name, x in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-            checks.descale_of(name, x, cache.batch, cache.k.shape[2], q)
+        _check_descales(q, cache, cu_seqlens_q is not None, q_descale, k_descale, v_descale)
     else:
         checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     heads = q.shape[-2]
@@ -386,6 +386,16 @@ def _check_cache_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed_q: 
         checks.check_qkv(q[None, :0], k_cache[:1, :0], v_cache[:1, :0], fp8=True)
     else:
         checks.check_qkv(q[:0], k_cache[:0], v_cache[:0], fp8=True)
+
+
+def _check_descales(
+    q: Tensor, cache: _Cache, packed: bool, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
+) -> None:
+    """As forward_fp8 is going to, before the cache is written."""
+    heads_kv = cache.k.shape[2]
+    checks.descale_of("q_descale", q_descale, cache.batch, heads_kv, q, q.shape[-2], q.shape[-3], packed)
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        checks.descale_of(name, x, cache.batch, heads_kv, q, heads_kv, cache.capacity, False)
 
 
 def _check_fp8(cache: _Cache, k: Tensor | None, **options: Tensor | None) -> None:

@@ -39,7 +39,9 @@ def run(seed, device="cuda", before=lambda: None, head_dims=(64, 128)):
     slabs = batch * pages if paged else batch + 2
     sizes = (slabs, page_size if paged else capacity, heads_kv, head_dim)
     k_cache, v_cache = ((normal(*sizes) * 50).to(FP8) for _ in range(2))
-    k_descale, v_descale = (torch.rand(batch, heads_kv, generator=generator, device=device) / 50 for _ in range(2))
+    by_block = [choose.random() < 0.4 for _ in range(2)]
+    factors = [(batch, heads_kv, -(-capacity // 64)) if x else (batch, heads_kv) for x in by_block]
+    k_descale, v_descale = (torch.rand(n, generator=generator, device=device) / 50 for n in factors)
     places = torch.randperm(slabs, generator=torch.Generator().manual_seed(seed))[: batch * pages if paged else batch]
     places = places.to(torch.int32).to(device)
     options = {}
@@ -72,7 +74,8 @@ def run(seed, device="cuda", before=lambda: None, head_dims=(64, 128)):
         lines.append("the caches do not hold what they should")
     used = [x[places.long()].reshape(batch, capacity, heads_kv, head_dim) for x in (wanted_k, wanted_v)]
     k_all, v_all = (x.view(FP8).double() for x in used)
-    wide = [q.double() * _by_head(q_descale, group), k_all * _by_head(k_descale, 1), v_all * _by_head(v_descale, 1)]
+    wide = [q.double() * _by_head(q_descale, group), k_all * _by_head(k_descale, 1, capacity)]
+    wide.append(v_all * _by_head(v_descale, 1, capacity))
     p = Problem(
         seqused_k=numbers([n + new for n in lengths]),
         leftpad_k=options.get("cache_leftpad"),
@@ -94,5 +97,9 @@ def run(seed, device="cuda", before=lambda: None, head_dims=(64, 128)):
     return [f"FP8 cache case {seed}, {sorted(options)}: {line}" for line in lines]
 
 
-def _by_head(descale, group):
-    return descale.double().repeat_interleave(group, 1)[:, None, :, None]
+def _by_head(descale, group, rows=None):
+    """(B, H) or (B, H, blocks) for each row: (B, 1 or rows, H, 1)."""
+    by_head = descale.double().repeat_interleave(group, 1)
+    if descale.dim() == 2:
+        return by_head[:, None, :, None]
+    return by_head.repeat_interleave(64, 2).transpose(1, 2)[:, :rows, :, None]

@@ -47,7 +47,7 @@ LAYOUTS = {
 class Case:
     feature: object  # of feature_cases, without what FP8 lacks
     layouts: tuple
-    descales: tuple  # which of q, k and v have one
+    descales: tuple  # of q, k and v: "head", "block", or "" for none
 
     def __str__(self):
         return f"FP8 case, layouts {self.layouts}, descales {self.descales}: {self.feature}"
@@ -70,28 +70,49 @@ def draw(seed, limits):
         layouts=("contiguous",) * 4,
     )
     layouts = tuple(rng.choice(list(LAYOUTS)) if rng.random() < 0.3 else "contiguous" for _ in range(3))
-    return Case(feature, layouts, tuple(rng.random() < 0.7 for _ in range(3)))
+    return Case(feature, layouts, tuple(rng.choice(("", "head", "block")) for _ in range(3)))
 
 
-def _factors(x, case, boundaries, heads_kv):
-    """(B, Hk) so that ``x`` over them fits, and the factors of each row and head."""
+# Of a block's factor: values differ more than a format of FP8 can tell, and some are 0.
+GAINS = {"q": (0.0, 0.5, 1.0, 1.5), "k": (0.0, 0.25, 1.0, 2.0), "v": (0.0, 1e-5, 0.03, 1.0, 4.0)}
+
+
+def _factors(name, x, descale, boundaries, heads_kv, generator):
+    """(factors as a call takes them, ``x`` in FP8, each row's and head's factor)."""
+    heads = x.shape[-2]
+    whole = x.shape[0] if boundaries is None else 1
     spans = x.shape[0] if boundaries is None else len(boundaries) - 1
-    largest_of = torch.ones(spans, heads_kv, device=x.device)
-    by_row = torch.ones(*x.shape[:-1], 1, device=x.device)
-    group = x.shape[-2] // heads_kv
+    rows = x.shape[-3]
+    blocks = -(-rows // 64) if boundaries is None else rows // 64 + spans
+    of_heads = torch.ones(spans, heads_kv, device=x.device)
+    of_blocks = torch.full((whole, heads, blocks), float("nan"), device=x.device)  # where there is no row
+    fit, by_row = (torch.ones(*x.shape[:-1], 1, device=x.device) for _ in range(2))
     for b in range(spans):
-        rows = b if boundaries is None else slice(boundaries[b], boundaries[b + 1])
-        part = x[rows].float().abs().unflatten(-2, (heads_kv, group))
-        if part.numel():
-            largest_of[b] = part.amax(dim=(0, 2, 3)) / 448
-        by_row[rows] = largest_of[b].repeat_interleave(group)[:, None]
-    return largest_of, by_row
+        at = (b, slice(0, rows)) if boundaries is None else (slice(boundaries[b], boundaries[b + 1]),)
+        part = x[at].float().abs()
+        count = part.shape[0]
+        if descale == "head" and part.numel():
+            of_heads[b] = part.unflatten(-2, (heads_kv, heads // heads_kv)).amax(dim=(0, 2, 3)) / 448
+            fit[at] = by_row[at] = of_heads[b].repeat_interleave(heads // heads_kv)[:, None]
+        for i in range(-(-count // 64) if descale == "block" and heads else 0):
+            of_block = part[64 * i : 64 * i + 64].amax(dim=(0, 2)) / 448
+            gains = torch.tensor(GAINS[name], device=x.device)
+            factor = of_block * gains[torch.randint(len(gains), (heads,), generator=generator, device=x.device)]
+            number = i if boundaries is None else boundaries[b] // 64 + b + i
+            of_blocks[b if boundaries is None else 0, :, number] = factor
+            fit[at][64 * i : 64 * i + 64] = of_block[:, None]
+            by_row[at][64 * i : 64 * i + 64] = factor[:, None]
+    factors = {"": None, "head": of_heads, "block": of_blocks}[descale]
+    if descale == "block" and whole == 1 and heads % 2:
+        factors = factors.transpose(1, 2).contiguous().transpose(1, 2)
+    return factors, (x.float() / fit).clamp(-448, 448).to(FP8), by_row
 
 
 def run(case, before=lambda: None, device="cuda"):
     """Lines saying what is wrong with a case; an empty list if nothing is."""
     f = case.feature
     prepared = prepare(f, device)
+    generator = torch.Generator(device).manual_seed(f.seed)
     fp8, descales, wide = [], [], []
     for name, layout, scaled in zip("qkv", case.layouts, case.descales, strict=True):
         x = prepared.tensors[name]
@@ -99,10 +120,7 @@ def run(case, before=lambda: None, device="cuda"):
         if f.varlen:
             lengths = f.lengths_q if name == "q" else f.lengths_k
             boundaries = [sum(lengths[:b]) for b in range(len(lengths) + 1)]
-        factors, by_row = _factors(x, case, boundaries, f.heads_kv)
-        if not scaled:
-            factors, by_row = None, torch.ones((), device=device)
-        rounded = (x.float() / by_row).clamp(-448, 448).to(FP8)
+        factors, rounded, by_row = _factors(name, x, scaled, boundaries, f.heads_kv, generator)
         fp8.append(LAYOUTS[layout](rounded))
         wide.append(rounded.double() * by_row.double())
         descales.append(factors)

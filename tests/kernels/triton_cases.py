@@ -243,6 +243,7 @@ class RoundingCase:
     head_dim: int
     dtype: torch.dtype
     packed: bool
+    by_block: bool
     used: bool
     mean: bool
     rotated: bool
@@ -261,6 +262,7 @@ def draw_rounding(seed, dtypes=(torch.float32, torch.bfloat16, torch.float16), r
         head_dim=choose.choice([8, 64, 80, 96, 128, 192, 256, choose.randint(1, 256)]),
         dtype=choose.choice(dtypes),
         packed=choose.random() < 0.4,
+        by_block=choose.random() < 0.4,
         used=choose.random() < 0.3,
         mean=choose.random() < 0.5,
         rotated=choose.random() < 0.7,
@@ -293,10 +295,11 @@ def run_rounding(case, before=lambda: None, device="cuda", may_differ=0.01):
     elif case.layout == "columns":
         x = torch.stack((x, x), dim=-1)[..., 0]
 
-    rows = fp8._Rows(x, cu_seqlens, used)
+    rows = fp8._Rows(x, cu_seqlens, used, case.by_block)
     mean = rows.mean(x) if case.mean else None
     key = fp8._key(case.seed) if case.rotated else None
-    wanted, wanted_descale = fp8._rounded_in_torch(x, rows, case.heads_kv, mean, key)
+    wanted, wanted_factors = fp8._rounded_in_torch(x, rows, rows.heads(case.heads, case.heads_kv), mean, key)
+    wanted_descale = rows.given(wanted_factors)
     before()
     found, descale = fp8._rounded(x, rows, case.heads_kv, mean, key)
     if found.shape != wanted.shape or not found.is_contiguous() or found.dtype != wanted.dtype:

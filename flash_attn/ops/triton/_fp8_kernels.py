@@ -68,9 +68,9 @@ def _nearest(x):
 
 @triton.jit
 def _largest_kernel(
-    x_pointer, mean_pointer, used_pointer, sequence_pointer, largest_pointer,
+    x_pointer, mean_pointer, used_pointer, number_pointer, largest_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, heads_kv, group, key, scale,
+    tiles, row_count, column_count, numbers, factor_rows, factor_heads, group, key, scale,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
@@ -87,18 +87,20 @@ def _largest_kernel(
     if ROTATE:
         x = _hadamard(x * _signs(columns, key, column_count), BLOCK_M, OUT) * scale
     of_row = tl.where(counted, tl.max(tl.abs(x), 1), 0.0)
-    if sequence_pointer is not None:
-        sequence = tl.load(sequence_pointer + rows, mask=counted, other=0)
-        tl.atomic_max(largest_pointer + sequence * heads_kv + head // group, of_row, mask=counted)
+    largest_pointer += batch.to(tl.int64) * numbers * factor_heads + head // group
+    if number_pointer is not None:
+        number = tl.load(number_pointer + rows, mask=counted, other=0)
+        tl.atomic_max(largest_pointer + number * factor_heads, of_row, mask=counted)
     else:
-        tl.atomic_max(largest_pointer + batch * heads_kv + head // group, tl.max(of_row, 0))
+        number = tl.program_id(0) % tiles * BLOCK_M // factor_rows
+        tl.atomic_max(largest_pointer + number * factor_heads, tl.max(of_row, 0))
 
 
 @triton.jit
 def _round_kernel(
-    x_pointer, mean_pointer, sequence_pointer, descale_pointer, out_pointer,
+    x_pointer, mean_pointer, number_pointer, descale_pointer, out_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, heads, heads_kv, group, sequences, key, scale, outlier, share,
+    tiles, row_count, column_count, heads, numbers, factor_rows, factor_heads, group, key, scale, outlier, share,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
@@ -108,11 +110,13 @@ def _round_kernel(
         x_pointer + batch.to(tl.int64) * stride_batch, mean_pointer, rows, columns, head, row_count, column_count,
         stride_row, stride_head, stride_column,
     )  # fmt: skip
-    if sequence_pointer is not None:
-        sequence = tl.minimum(tl.load(sequence_pointer + rows, mask=rows < row_count, other=0), sequences - 1)
-        descale = tl.load(descale_pointer + sequence * heads_kv + head // group)[:, None]
+    descale_pointer += batch.to(tl.int64) * numbers * factor_heads + head // group
+    if number_pointer is not None:
+        number = tl.load(number_pointer + rows, mask=rows < row_count, other=0)  # one beyond all for rows of none
+        descale = tl.load(descale_pointer + number * factor_heads)[:, None]
     else:
-        descale = tl.load(descale_pointer + batch * heads_kv + head // group)
+        number = tl.program_id(0) % tiles * BLOCK_M // factor_rows
+        descale = tl.load(descale_pointer + number * factor_heads)
     width = column_count
     if ROTATE:
         width = OUT
@@ -138,39 +142,47 @@ def rounded(
     mean: Tensor | None,
     key: int | None,
     used: Tensor | None,
-    sequence: Tensor | None,
-    sequences: int,
-    heads_kv: int,
+    of_row: Tensor | None,
+    numbers: int,
+    factor_rows: int,
+    factor_heads: int,
     outlier: float,
     share: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x in FP8, descale (B, Hk)) of ``x`` (B, S, H, D), or packed (1, T, H, D) with the ``sequence`` of each row.
+    """(x in FP8, factors (B, numbers, factor_heads)) of ``x`` (B, S, H, D), packed with a batch of 1.
 
     ``mean`` (H, D) is taken off first, then ``key``'s signs and Hadamard's matrix rotate; ``used``: bool (B, S), rows
-    that count; ``outlier``: the square of how many times the root mean square of its row an outlier has; ``share``: of
-    its error, what each of two further roundings makes up for.
+    that count; ``of_row``: of packed rows, int64 (S), the number of each one's factor, ``numbers`` for rows that have
+    none; of others, each ``factor_rows`` rows have a factor or, if that is 0, all; ``outlier``: the square of how many
+    times the root mean square of its row an outlier has; ``share``: of its error, what each of two further roundings
+    makes up for.
     """
     batch, rows, heads, head_dim = x.shape
     columns = triton.next_power_of_2(head_dim) if key is None else max(64, triton.next_power_of_2(head_dim))
     out_dim = head_dim if key is None else columns
     out = torch.empty((batch, rows, heads, out_dim), dtype=torch.float8_e4m3fn, device=x.device)
-    # One sequence more, for rows of none.
-    largest = torch.zeros(sequences + 1, heads_kv, dtype=torch.float32, device=x.device)
+    # One number more, for rows of none; a batch of several has none of those.
+    places = numbers + 1 if batch == 1 else numbers
+    largest = torch.zeros(batch, places, factor_heads, dtype=torch.float32, device=x.device)
     block_m = max(1, 8192 // columns)
+    if factor_rows > 0:  # a power of two: a tile is of one block
+        block_m = min(block_m, factor_rows)
+    else:
+        factor_rows = rows + block_m
     tiles = triton.cdiv(rows, block_m)
     constants = {"ROTATE": key is not None, "BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
     key = 0 if key is None else key
     scale = out_dim**-0.5
     grid = (batch * tiles, heads)
+    place = (places, factor_rows, factor_heads, heads // factor_heads)
     if x.numel() > 0:
         _largest_kernel[grid](
-            x, mean, used, sequence, largest, *x.stride(), tiles, rows, head_dim, heads_kv, heads // heads_kv, key,
-            scale, **constants,
-        )  # fmt: skip
-    descale = factors_of(largest)[:sequences]
-    if x.numel() > 0 and sequences > 0:
+            x, mean, used, of_row, largest, *x.stride(), tiles, rows, head_dim, *place, key, scale, **constants
+        )
+    factors = factors_of(largest)
+    if x.numel() > 0 and numbers > 0:
         _round_kernel[grid](
-            x, mean, sequence, descale, out, *x.stride(), tiles, rows, head_dim, heads, heads_kv, heads // heads_kv,
-            sequences, key, scale, outlier, share, **constants,
+            x, mean, of_row, factors, out, *x.stride(), tiles, rows, head_dim, heads, *place, key, scale,
+            outlier, share, **constants,
         )  # fmt: skip
-    return out, descale
+    return out, factors[:, :numbers]
