@@ -113,6 +113,9 @@ struct Shared {
   __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + 40 + 8 * stage; }
 };
 
+// Thread blocks at the end of a causal launch that come the longest first, whatever their head: 512, about four an SM.
+constexpr int kLog2LastBlocks = 9;
+
 constexpr int kConsumersBarrier = 1;  // a named one; 0 is __syncthreads
 
 // The first of sequence `batch`'s tiles of kBlockM rows, in the workspaces, among those of a head.
@@ -152,11 +155,23 @@ struct Work {
     steps = max(0, last_m - first_m) * p.group;
   }
 
-  // Key blocks of a head are neighbours, so that its Q and dO stay in L2; under a causal mask the first are the
-  // longest.
+  // Key blocks of a head are neighbours, so that its Q and dO stay in L2. Under a causal mask the first are the longest:
+  // those of the last heads come by length, lest the last head's long ones end when everything else has.
   static __device__ __forceinline__ Work of(const flash_attn::BwdParams& p, int block) {
-    const int head_index = block / p.blocks_n;
-    return Work(p, head_index, block - head_index * p.blocks_n);
+    int head_index = block / p.blocks_n;
+    int block_n = block - head_index * p.blocks_n;
+    if constexpr (kCausal) {
+      // So many heads that it takes no division, which every thread would do twice.
+      const int heads = p.batch * p.heads_kv;
+      const int log2_last = min(31 - __clz(heads), max(0, kLog2LastBlocks - (32 - __clz(p.blocks_n - 1))));
+      const int first_last = heads - (1 << log2_last);
+      const int rest = block - first_last * p.blocks_n;
+      if (rest >= 0) {
+        head_index = first_last + (rest & ((1 << log2_last) - 1));
+        block_n = rest >> log2_last;
+      }
+    }
+    return Work(p, head_index, block_n);
   }
 };
 
