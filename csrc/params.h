@@ -153,7 +153,8 @@ struct Fp8RoundingParams {
   float share;     // of an outlier's error, what each of two further roundings makes up for
 };
 
-// flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess, launched in this order on one stream.
+// flash_bwd_preprocess, flash_bwd, flash_bwd_postprocess, launched in this order on one stream. Of the sm90 family, the second
+// and third may be launched as programmatic dependents.
 struct BwdParams {
   const void* dout;  // (B, Sq, H, Dv)
   const void* q;
@@ -167,11 +168,12 @@ struct BwdParams {
   void* dv;          // (B, Sk, Hk, Dv)
   // Workspaces in tiles of block_m rows: tile h * total_tiles + first(b) + m holds rows m * block_m and up of sequence b,
   // where first(b) is b * blocks_m, or cu_seqlens_q[b] / block_m + b if packed. Written by preprocess, which also zeroes
-  // dq_accum and dq_semaphore.
+  // dq_accum, dq_semaphore and dq_finished.
   float* dq_accum;    // (tiles, block_m, FA_HEAD_DIM) in the register order of flash_bwd's dQ tiles
   float* lse_log2;    // (tiles, block_m), lse * log2(e); +inf where a row is padding or sees no key
   float* delta;       // (tiles, block_m), rowsum(dO * O) - dlse; rows of both in the order of flash_bwd's threads
   int* dq_semaphore;  // (tiles), the key block whose turn it is (deterministic only)
+  int* dq_finished;   // (B, Hk), how much of flash_bwd is done with each head (sm90 family only)
   Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
   long long lse_batch_stride;
   long long lse_head_stride;

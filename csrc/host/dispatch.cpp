@@ -313,7 +313,8 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_
   workspace.lse_log2 = rows * kernel.record->head_dim;
   workspace.delta = workspace.lse_log2 + rows;
   workspace.dq_semaphore = workspace.delta + rows;
-  workspace.total = workspace.dq_semaphore + tiles;
+  workspace.dq_finished = workspace.dq_semaphore + tiles;
+  workspace.total = workspace.dq_finished + static_cast<int64_t>(params.batch) * params.heads_kv;
   return workspace;
 }
 
@@ -349,6 +350,7 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
   params.lse_log2 = buffer + workspace.lse_log2;
   params.delta = buffer + workspace.delta;
   params.dq_semaphore = reinterpret_cast<int*>(buffer + workspace.dq_semaphore);
+  params.dq_finished = reinterpret_cast<int*>(buffer + workspace.dq_finished);
   const unsigned query_tiles = grid_of(kernel, params.blocks_m, params.heads, params.batch);
   const int64_t blocks_of_a_key_tile = kernel.record->split ? 2 : 1;
   const unsigned key_blocks = grid_of(kernel, blocks_of_a_key_tile * params.blocks_n, params.heads_kv, params.batch);
@@ -359,12 +361,17 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
     if (!encode_maps(cuda, kernel, with_maps, key_rows)) return false;
   }
   launch(cuda, kernel, 0, query_tiles, 0, &params, stream);
-  if (kernel.tensor_maps) {
-    launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &with_maps, stream);
-  } else {
+  if (!kernel.tensor_maps) {
     launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &params, stream);
+    launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
+  } else if (query_tiles > 0 && key_blocks > 0) {
+    launch_early(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &with_maps, stream);
+    launch_early(cuda, kernel, 2, query_tiles, 0, &params, stream);
+  } else {
+    // A launch may be early only where all three are there: each waits for the one before it alone.
+    launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &with_maps, stream);
+    launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
   }
-  launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
   return true;
 }
 

@@ -98,7 +98,7 @@ def test_arch_not_built(machine: Machine) -> None:
 @pytest.mark.parametrize(("head_dim", "built"), [(8, 64), (64, 64), (72, 128), (128, 128)])
 def test_smallest_head_dim_that_holds_it(machine: Machine, head_dim: int, built: int) -> None:
     answers = machine.run(f"fwd 0 fp16 full {head_dim} 1 64 64 1 1", f"bwd 0 fp16 full {head_dim} 1 64 64 1 1")
-    assert answers == ["ok", f"ok workspace={64 * built + 2 * 64 + 1}"]
+    assert answers == ["ok", f"ok workspace={64 * built + 2 * 64 + 1 + 1}"]
     assert {launch["key"] for launch in machine.log("launch")} == {
         f"fwd-sm80-fp16-d{built}-full",
         f"bwd-sm80-fp16-d{built}-full",
@@ -272,7 +272,7 @@ def test_forward_launch(machine: Machine) -> None:
 
 def test_backward_launches(machine: Machine) -> None:
     rows, tiles = 2 * 8 * 320, 2 * 8 * 5
-    total = rows * 128 + 2 * rows + tiles
+    total = rows * 128 + 2 * rows + tiles + 2 * 2
     assert machine.run(f"bwd {CALL}") == [f"ok workspace={total}"]
     launches = machine.log("launch")
     entries = ["flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"]
@@ -284,8 +284,9 @@ def test_backward_launches(machine: Machine) -> None:
         assert (launch["blocks_m"], launch["blocks_n"], launch["group"]) == ("5", "7", "4")
         assert launch["total_tiles"] == str(2 * 5)
         assert (launch["stream"], launch["deterministic"], launch["scale_log2"]) == ("0x77", "1", "0.180337")
-        offsets = [int(launch[name]) for name in ("lse_log2", "delta", "semaphore")]
-        assert offsets == [rows * 128, rows * 128 + rows, rows * 128 + 2 * rows]
+        offsets = [int(launch[name]) for name in ("lse_log2", "delta", "semaphore", "finished")]
+        assert offsets == [rows * 128, rows * 128 + rows, rows * 128 + 2 * rows, total - 2 * 2]
+        assert launch["early"] == "0"
 
 
 @pytest.mark.parametrize(
@@ -340,7 +341,7 @@ def test_workspace_of_packed_sequences(machine: Machine) -> None:
     """A tile more for each sequence, whatever the longest one is."""
     tiles, rows = 4 * (1000 // 64 + 3), 4 * (1000 // 64 + 3) * 64
     [answer] = machine.run("bwd 0 fp16 full 64 3 700 700 4 1 packed 1000")
-    assert answer == f"ok workspace={rows * 64 + 2 * rows + tiles}"
+    assert answer == f"ok workspace={rows * 64 + 2 * rows + tiles + 3}"
     assert {launch["total_tiles"] for launch in machine.log("launch")} == {str(1000 // 64 + 3)}
 
 

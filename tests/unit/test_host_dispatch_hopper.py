@@ -71,10 +71,11 @@ def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int) -> N
 def test_backward_with_maps(hopper: Machine) -> None:
     """A block for each tile of keys, none of them split; maps of q, dout, k and v for it."""
     rows, tiles = 2 * 8 * 384, 2 * 8 * 3
-    assert hopper.run(f"bwd {CALL}") == [f"ok workspace={rows * 128 + 2 * rows + tiles}"]
+    assert hopper.run(f"bwd {CALL}") == [f"ok workspace={rows * 128 + 2 * rows + tiles + 2 * 2}"]
     launches = hopper.log("launch")
     assert [launch["entry"] for launch in launches] == ["flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"]
     assert [launch["grid"] for launch in launches] == [str(tiles), str(2 * 7 * 2), str(tiles)]
+    assert [launch["early"] for launch in launches] == ["0", "1", "1"]
     assert {(launch["key"], launch["block"], launch["blocks_n"]) for launch in launches} == {(TMA_BWD, "384", "7")}
     q, dout, k, v = hopper.log("map")
     assert (q["sizes"], q["strides"], q["box"]) == ("128,300,8,2", "2048,256,614400", "64,128,1,1")

@@ -19,41 +19,12 @@
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "params.h"
+#include "sm90/bwd_tiles.cuh"
 
 namespace {
 
+using namespace bwd;
 using problem::kCausal;
-
-constexpr int kHeadDim = FA_HEAD_DIM;
-constexpr int kBlockM = FA_BLOCK_M;  // queries of a step
-constexpr int kBlockN = FA_BLOCK_N;  // keys of a thread block
-constexpr int kStages = FA_STAGES;   // of Q, dO and dS
-constexpr bool kBf16 = FA_BF16;
-
-// Wide: dK and dV of 64 keys do not fit into a warpgroup's registers. The consumers share 64 keys: each computes the
-// scores of some of a step's queries, and some columns of dK, dV and dQ; P, too, goes through shared memory, in whose
-// stead dQ is added straight from the registers.
-constexpr bool kWide = FA_WIDE;
-
-constexpr int kConsumers = FA_WARPS / 4 - 1;  // warpgroups
-constexpr int kThreads = 128 * (kConsumers + 1);
-static_assert(!problem::kGeneral, "the sm80 family's");
-static_assert(kBlockN == (kWide ? 64 : 64 * kConsumers) && kThreads == FA_WARPS * 32);
-static_assert(kBlockM % 16 == 0 && kHeadDim % 64 == 0 && kStages == 2);
-static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
-
-// What a consumer computes: scores of so many queries, so many columns of dK and dV.
-constexpr int kScoreQueries = kWide ? kBlockM / kConsumers : kBlockM;
-constexpr int kGradientColumns = kWide ? kHeadDim / kConsumers : kHeadDim;
-constexpr int kGradientPanels = kGradientColumns / 64;
-static_assert(kScoreQueries % 16 == 0 && kGradientColumns % 64 == 0);
-
-// And of a step's dQ: 64 of its queries or, transposed, 64 of its columns; wide, the columns that it has of dK.
-constexpr bool kDqTransposed = !kWide && kBlockM != 64 * kConsumers;
-static_assert(!kDqTransposed || kHeadDim == 64 * kConsumers);
-static_assert(!kWide || kBlockM == 64);
-constexpr int kDqWidth = kDqTransposed ? kBlockM : kGradientColumns;
-constexpr int kDqBytes = 64 * kDqWidth * 4;
 
 // As far as registers allow: dV is begun before dS is computed; lse is read before S is begun; delta of so many times 16
 // queries is read before dP is there.
@@ -67,13 +38,9 @@ static_assert(kDqBuffers == 2 || kDqBuffers == (kWide ? 0 : 1));
 
 constexpr int kScores = kScoreQueries / 2;  // of a thread: 2 keys, kScoreQueries / 4 queries
 constexpr int kGradients = kGradientColumns / 2;
-constexpr float kLog2e = 1.4426950408889634074f;
 
-constexpr int kPanels = kHeadDim / 64;
 constexpr int kKeyPanel = kBlockN * tile::kRowBytes;
-constexpr int kQueryPanel = kBlockM * tile::kRowBytes;  // also of dS: queries by 64 keys
 constexpr int kKeyBytes = kPanels * kKeyPanel;
-constexpr int kQueryBytes = kPanels * kQueryPanel;
 constexpr int kScoreBytes = kBlockN / 64 * kQueryPanel;
 constexpr int kDqTile = kConsumers * kDqBytes;
 constexpr int kStagedBytes = kWide ? kStages * kScoreBytes : kDqBuffers * kDqTile;  // P, or dQ on its way
@@ -117,17 +84,6 @@ struct Shared {
 constexpr int kLog2LastBlocks = 9;
 
 constexpr int kConsumersBarrier = 1;  // a named one; 0 is __syncthreads
-
-// The first of sequence `batch`'s tiles of kBlockM rows, in the workspaces, among those of a head.
-__device__ __forceinline__ int first_tile(const flash_attn::BwdParams& p, int batch) {
-  const int* const cu_seqlens = p.sequences.cu_seqlens_q;
-  return cu_seqlens != nullptr ? cu_seqlens[batch] / kBlockM + batch : batch * p.blocks_m;
-}
-
-// Where the row statistics of a tile's query are: those that one thread needs of 16 queries lie together.
-__device__ __forceinline__ int statistics_place(int query) {
-  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
-}
 
 // Of the barriers in a step's stage: how often it has been filled before, modulo 2.
 __device__ __forceinline__ int parity(int step) { return step / kStages & 1; }
@@ -192,6 +148,13 @@ struct Position {
   }
 };
 
+// Past this point, preprocess has run. Only now may postprocess begin, which reads what that has set to zero: it takes the
+// SMs that this kernel leaves idle, once its last thread blocks have begun.
+__device__ __forceinline__ void begin() {
+  ptx::wait_on_dependencies();
+  ptx::launch_dependents();
+}
+
 __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, const Shared& shared,
                                         const Work& work) {
   const flash_attn::BwdParams& p = params.bwd;
@@ -199,14 +162,17 @@ __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, 
   const int batch_k = p.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
   const int key_row = static_cast<int>(work.sequence.k_row) + work.first_key;
   Position at(p, work);
-  hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
+  if (work.steps > 0) {
+    hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
 #pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    hopper::load_box(shared.k + panel * kKeyPanel, params.k_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
-                     batch_k);
-    hopper::load_box(shared.v + panel * kKeyPanel, params.v_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
-                     batch_k);
+    for (int panel = 0; panel < kPanels; ++panel) {
+      hopper::load_box(shared.k + panel * kKeyPanel, params.k_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
+                       batch_k);
+      hopper::load_box(shared.v + panel * kKeyPanel, params.v_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
+                       batch_k);
+    }
   }
+  begin();
   for (int step = 0; step < work.steps; ++step) {
     const int stage = step % kStages;
     const unsigned full = shared.full(stage);
@@ -649,86 +615,32 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   const Work same = Work::of(p, static_cast<int>(block));
   store_keys(dk, p.scale, shared.k, p.dk, p.dk_stride, same, p.head_dim, first_key, first_panel);
   store_keys(dv, 1.0f, shared.v, p.dv, p.dv_stride, same, p.head_dim_v, first_key, first_panel);
-  // Shared memory stays until the copy engine has read it; nothing waits for the sums but the end of the kernel.
-  if (!kWide && lane == 0) hopper::wait_for_reads<0>();
+  // All that this warp adds to dQ is there, and preprocess has run even where this block did not wait for its results.
+  __syncwarp();
+  if (lane == 0) {
+    if constexpr (!kWide) hopper::wait_for_sums();
+    ptx::wait_on_dependencies();
+    ptx::add_release(p.dq_finished + same.batch * p.heads_kv + same.head_kv, 1);
+  }
 }
-
-// A query tile of the workspaces, for the kernels before and after.
-struct QueryTile {
-  int block_m, batch, head;
-  problem::Sequence sequence;
-  int rows;
-  long long tile;
-
-  __device__ __forceinline__ explicit QueryTile(const flash_attn::BwdParams& p)
-      : block_m(blockIdx.x % p.blocks_m),
-        batch(blockIdx.x / p.blocks_m / p.heads),
-        head(blockIdx.x / p.blocks_m - batch * p.heads),
-        sequence(p, batch),
-        rows(sequence.seqlen_q - block_m * kBlockM),
-        tile(static_cast<long long>(head) * p.total_tiles + first_tile(p, batch) + block_m) {}
-};
 
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     flash_bwd_preprocess(const __grid_constant__ flash_attn::BwdParams p) {
-  const int thread = threadIdx.x;
-  const QueryTile at(p);
-  if (at.rows <= 0) return;
-  const long long first_row = at.sequence.q_row + at.block_m * kBlockM;
-  const long long lse_row = at.batch * p.lse_batch_stride + at.head * p.lse_head_stride + first_row;
-  // Eight threads a row.
-  constexpr int kRowStep = kThreads / 8;
-#pragma unroll
-  for (int pass = 0; pass < (kBlockM + kRowStep - 1) / kRowStep; ++pass) {
-    const int row = thread / 8 + pass * kRowStep;
-    const bool inside = row < at.rows && row < kBlockM;
-    float sum = 0.0f;
-    if (inside) {
-      const char* const out = tile::source(p.out, p.out_stride, at.batch, at.head, first_row + row, thread);
-      const char* const dout = tile::source(p.dout, p.dout_stride, at.batch, at.head, first_row + row, thread);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        if (thread % 8 * 8 + panel * 64 < p.head_dim_v) {
-          const uint4 a = *reinterpret_cast<const uint4*>(out + panel * tile::kRowBytes);
-          const uint4 b = *reinterpret_cast<const uint4*>(dout + panel * tile::kRowBytes);
-          const unsigned as[4] = {a.x, a.y, a.z, a.w};
-          const unsigned bs[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float a_low, a_high, b_low, b_high;
-            ptx::unpack<kBf16>(as[i], a_low, a_high);
-            ptx::unpack<kBf16>(bs[i], b_low, b_high);
-            sum = fmaf(a_low, b_low, fmaf(a_high, b_high, sum));
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int lane = 1; lane < 8; lane *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    if (thread % 8 == 0 && row < kBlockM) {
-      // Padding rows and rows that see no key get +inf: their probabilities, exp2(s - inf), are 0 without a test.
-      const float lse = inside ? p.lse[lse_row + row] : ptx::kMinusInfinity;
-      if (inside && p.dlse != nullptr) sum -= p.dlse[lse_row + row];
-      // Whatever the gradient of an output that depends on nothing.
-      if (lse == ptx::kMinusInfinity) sum = 0.0f;
-      const long long place = at.tile * kBlockM + statistics_place(row);
-      p.lse_log2[place] = lse == ptx::kMinusInfinity ? -ptx::kMinusInfinity : lse * kLog2e;
-      p.delta[place] = sum;
-    }
-  }
-
-  uint4* const accumulator = reinterpret_cast<uint4*>(p.dq_accum + at.tile * (kBlockM * kHeadDim));
-#pragma unroll 4
-  for (int i = thread; i < kBlockM * kHeadDim / 4; i += kThreads) accumulator[i] = make_uint4(0, 0, 0, 0);
-  if (thread == 0) p.dq_semaphore[at.tile] = 0;
+  preprocess(p);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_bwd(const __grid_constant__ flash_attn::BwdTmaParams p) {
   const Work work = Work::of(p.bwd, blockIdx.x);
-  if (work.keys <= 0) return;
+  if (work.keys <= 0) {
+    if (threadIdx.x == 0) {
+      begin();
+      ptx::add_release(p.bwd.dq_finished + work.batch * p.bwd.heads_kv + work.head_kv, kFinished);
+    }
+    return;
+  }
   const Shared shared(ptx::shared_address(shared_memory));
   if (threadIdx.x == 0) {
     hopper::barrier_init(shared.keys_full(), 1);
@@ -743,7 +655,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < 128) {
     hopper::give_registers<kConsumers == 3 ? 32 : 24>();
-    if (threadIdx.x == 0 && work.steps > 0) produce(p, shared, work);
+    if (threadIdx.x == 0) produce(p, shared, work);
   } else {
     hopper::take_registers<kConsumers == 3 ? 160 : 240>();
     consume(p.bwd, shared, work);
@@ -752,48 +664,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     flash_bwd_postprocess(const __grid_constant__ flash_attn::BwdParams p) {
-  __shared__ __align__(1024) char rounded[kQueryBytes];
-  const QueryTile at(p);
-  if (at.rows <= 0) return;
-  const int lane = threadIdx.x % 32;
-  const unsigned shared = ptx::shared_address(rounded);
-  const float4* const accumulator = reinterpret_cast<const float4*>(p.dq_accum + at.tile * (kBlockM * kHeadDim));
-
-  // A warp of flash_bwd holds 16 rows of dQ or of its transpose; a warp here takes 16 columns of them at a time.
-  constexpr int kPairs = kDqWidth / 16;
-  for (int i = threadIdx.x / 32; i < kConsumers * 4 * kPairs; i += kThreads / 32) {
-    const int group = i / (4 * kPairs);
-    const int warp = i / kPairs % 4;
-    const int pair = i % kPairs;
-    const float4* const source = accumulator + ((group * 4 + warp) * (kDqWidth / 8) + 2 * pair) * 32 + lane;
-    const float4 left = source[0], right = source[32];
-    const unsigned r[4] = {
-        ptx::pack<kBf16>(left.x * p.scale, left.y * p.scale), ptx::pack<kBf16>(left.z * p.scale, left.w * p.scale),
-        ptx::pack<kBf16>(right.x * p.scale, right.y * p.scale), ptx::pack<kBf16>(right.z * p.scale, right.w * p.scale)};
-    if constexpr (kDqTransposed) {
-      // Rows are columns of dQ: matrices 0 and 1 are its chunks of eight, 2 and 3 the same of the next eight queries.
-      ptx::stmatrix_x4_trans(shared + group * kQueryPanel + tile::swizzled(pair * 16 + lane / 16 * 8 + lane % 8,
-                                                                           warp * 2 + lane / 8 % 2),
-                             r);
-    } else {
-      const int row = (kWide ? 0 : group * 64) + warp * 16 + lane / 4;
-      const unsigned panel = shared + ((kWide ? group * kGradientPanels : 0) + pair / 4) * kQueryPanel;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        ptx::store_shared(panel + tile::swizzled(row + e % 2 * 8, pair * 2 % 8 + e / 2) + lane % 4 * 4, r[e]);
-      }
-    }
-  }
-  __syncthreads();
-  for (int row = threadIdx.x / 8; row < min(at.rows, kBlockM); row += kThreads / 8) {
-    char* const destination = tile::destination(p.dq, p.dq_stride, at.batch, at.head,
-                                                at.sequence.q_row + at.block_m * kBlockM + row, threadIdx.x);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      if (panel * 64 + threadIdx.x % 8 * 8 < p.head_dim) {
-        *reinterpret_cast<uint4*>(destination + panel * tile::kRowBytes) =
-            ptx::load_shared_16(shared + panel * kQueryPanel + tile::swizzled(row, threadIdx.x % 8));
-      }
-    }
-  }
+  postprocess(p);
 }

@@ -360,12 +360,13 @@ int launch_kernel(void* function, unsigned grid_x, unsigned grid_y, unsigned gri
     memcpy(&p, parameters[0], sizeof(p));
     log("launch key=%s arch=%s entry=%s grid=%u block=%u smem=%u stream=%p device=%d batch=%d heads=%d heads_kv=%d group=%d "
         "seqlen_q=%d seqlen_k=%d head_dim=%d blocks_m=%d blocks_n=%d total_tiles=%d deterministic=%d "
-        "scale_log2=%.6f lse_log2=%lld delta=%lld semaphore=%lld",
+        "scale_log2=%.6f lse_log2=%lld delta=%lld semaphore=%lld finished=%lld early=%d",
         f.module->key.c_str(), f.module->arch.c_str(), f.entry.c_str(), grid_x, block_x, shared_bytes, stream,
         device_of(context), p.batch, p.heads, p.heads_kv, p.group, p.seqlen_q, p.seqlen_k, p.head_dim, p.blocks_m,
         p.blocks_n, p.total_tiles, p.deterministic, static_cast<double>(p.scale_log2), static_cast<long long>(p.lse_log2 - p.dq_accum),
         static_cast<long long>(p.delta - p.dq_accum),
-        static_cast<long long>(reinterpret_cast<float*>(p.dq_semaphore) - p.dq_accum));
+        static_cast<long long>(reinterpret_cast<float*>(p.dq_semaphore) - p.dq_accum),
+        static_cast<long long>(reinterpret_cast<float*>(p.dq_finished) - p.dq_accum), early);
   }
   if (early && atoi(f.module->arch.c_str()) < 90) return kInvalidValue;
   if (context != f.module->context) return kInvalidContext;
