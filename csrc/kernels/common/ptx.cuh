@@ -140,6 +140,25 @@ __device__ __forceinline__ float log2(float x) {
   return y;
 }
 
+// rcp.approx: 1 ulp.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Store to device memory if `wanted`, without a branch, before which the warp's lanes would wait for each other.
+__device__ __forceinline__ void store_global(float* address, float value, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p st.global.f32 [%0], %1;\n}" ::"l"(address), "f"(value),
+               "r"(static_cast<int>(wanted))
+               : "memory");
+}
+__device__ __forceinline__ void store_global_16(void* address, const uint4& v, bool wanted) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}" ::"l"(address),
+               "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<int>(wanted))
+               : "memory");
+}
+
 // tanh.approx: 2^-11 relative error.
 __device__ __forceinline__ float tanh(float x) {
   float y;

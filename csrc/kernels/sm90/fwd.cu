@@ -399,32 +399,44 @@ __device__ __forceinline__ void rescale(float (&out)[kOutputs], const float (&fa
 }
 
 // Writes 64 rows of 16-bit values, a warp 16 of them from `first_row` on. `value(half, j)`: a thread's pair of row
-// lane / 4 + 8 half and columns 8 j + 2 (lane % 4). Four lanes exchange theirs, so that each has 16 bytes of a row.
+// lane / 4 + 8 half and columns 8 j + 2 (lane % 4). Four lanes exchange theirs, so that each has 16 bytes of a row. No store
+// is a branch, at which the exchanges of the next would wait.
 template <typename Value>
 __device__ __forceinline__ void store_rows(const flash_attn::FwdParams& p, const Work& work, int first_row, int lane,
                                            Value value) {
+  constexpr int kFours = kHeadDim / 32;
   const bool odd = lane & 1;
   const bool upper = lane & 2;
+  const int row = first_row + lane / 4;
+  char* const destination = tile::destination(p.out, p.out_stride, work.batch, work.head, work.q_row + row, lane % 4);
+  const int columns = p.head_dim_v - lane % 4 * 8;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = first_row + 8 * half + lane / 4;
-    char* const destination = tile::destination(p.out, p.out_stride, work.batch, work.head, work.q_row + row, lane % 4);
+    uint2 keep[kFours], give[kFours];
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 8; j += 4) {
-      const unsigned a = value(half, j), b = value(half, j + 1), c = value(half, j + 2), d = value(half, j + 3);
+    for (int i = 0; i < kFours; ++i) {
+      const unsigned a = value(half, 4 * i), b = value(half, 4 * i + 1);
+      const unsigned c = value(half, 4 * i + 2), d = value(half, 4 * i + 3);
       const unsigned ab = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1);
       const unsigned cd = __shfl_xor_sync(0xffffffffu, odd ? c : d, 1);
       // Lanes 0 and 1 have the first half of 8 j and 8 (j + 1), and of 8 (j + 2) and 8 (j + 3); lanes 2 and 3 the second.
-      const uint2 low = odd ? make_uint2(ab, b) : make_uint2(a, ab);
-      const uint2 high = odd ? make_uint2(cd, d) : make_uint2(c, cd);
-      const uint2 give = upper ? low : high;
-      const uint2 keep = upper ? high : low;
-      const unsigned x = __shfl_xor_sync(0xffffffffu, give.x, 2);
-      const unsigned y = __shfl_xor_sync(0xffffffffu, give.y, 2);
-      if (row < work.end_row && lane % 4 * 8 + 8 * j < p.head_dim_v) {
-        *reinterpret_cast<uint4*>(destination + 16 * j) =
-            upper ? make_uint4(x, y, keep.x, keep.y) : make_uint4(keep.x, keep.y, x, y);
-      }
+      const uint2 low = make_uint2(odd ? ab : a, odd ? b : ab);
+      const uint2 high = make_uint2(odd ? cd : c, odd ? d : cd);
+      give[i] = make_uint2(upper ? low.x : high.x, upper ? low.y : high.y);
+      keep[i] = make_uint2(upper ? high.x : low.x, upper ? high.y : low.y);
+    }
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      give[i].x = __shfl_xor_sync(0xffffffffu, give[i].x, 2);
+      give[i].y = __shfl_xor_sync(0xffffffffu, give[i].y, 2);
+    }
+    const int limit = row + 8 * half < work.end_row ? columns : 0;
+#pragma unroll
+    for (int i = 0; i < kFours; ++i) {
+      ptx::store_global_16(destination + half * 16 * p.out_stride.row + 64 * i,
+                           make_uint4(upper ? give[i].x : keep[i].x, upper ? give[i].y : keep[i].y,
+                                      upper ? keep[i].x : give[i].x, upper ? keep[i].y : give[i].y),
+                           32 * i < limit);
     }
   }
 }
@@ -439,6 +451,7 @@ struct Part {
   int row;                    // the first of this warp's 16 queries
   int first, last;            // key blocks [first, last) hold keys that one of the warpgroup's queries sees
   int full_first, full_last;  // of these, [full_first, full_last) need no mask
+  bool cut;                   // the sequence ends within the last of them
   int before, after;          // key blocks of the tile that are passed before `last` and after `first`
 
   __device__ __forceinline__ bool empty() const { return last <= first; }
@@ -523,6 +536,7 @@ struct Consumer {
     part.last = uniform(part.last);
     part.full_first = uniform(part.full_first);
     part.full_last = uniform(part.full_last);
+    part.cut = uniform(work.seqlen_k) < part.last * kBlockN;
     part.before = uniform(work.last) - part.last;
     part.after = part.first - uniform(work.first);
     work_ring.advance();
@@ -558,19 +572,22 @@ struct Consumer {
     close(part);
   }
 
-  // The result and its log-sum-exp.
-  __device__ __forceinline__ void finish(const Part& part, const float (&out)[kOutputs], const float (&row_max)[2],
-                                         const float (&row_sum)[2]) const {
+  // The result and its log-sum-exp. Without a branch: what does not depend on the last product runs under it.
+  __device__ __forceinline__ void finish(const Part& part, const Work& work, const float (&out)[kOutputs],
+                                         const float (&row_max)[2], const float (&row_sum)[2]) const {
     const flash_attn::FwdParams& p = params.fwd;
-    const Work work = read_work(shared, part.slot);
     float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
     if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
-    float inverse[2];
+    float inverse[2], sums[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = row_sum[half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      sums[half] = row_sum[half] + __shfl_xor_sync(0xffffffffu, row_sum[half], 1);
+      sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
+    }
+    float* const row_lse = lse(work) + part.row + lane / 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = sums[half];
       float scale = 1.0f;
       float m = row_max[half];
       if constexpr (kGeneral) {
@@ -580,11 +597,10 @@ struct Consumer {
           sum = fmaf(sum, scale, ptx::exp2(sink - m));
         }
       }
-      inverse[half] = sum == 0.0f ? 0.0f : scale / sum;
-      const int row = part.row + lane / 4 + 8 * half;
-      if (lane % 4 == 0 && row < work.end_row) {
-        lse(work)[row] = sum == 0.0f ? ptx::kMinusInfinity : (m + ptx::log2(sum)) * kLn2;
-      }
+      inverse[half] = sum == 0.0f ? 0.0f : scale * ptx::reciprocal(sum);
+      // Of no key, both m and the logarithm are -infinity.
+      ptx::store_global(row_lse + 8 * half, (m + ptx::log2(sum)) * kLn2,
+                        lane % 4 == 0 && part.row + lane / 4 + 8 * half < work.end_row);
     }
     store_rows(p, work, part.row, lane, [&](int half, int j) {
       return ptx::pack<kBf16>(out[4 * j + 2 * half] * inverse[half], out[4 * j + 2 * half + 1] * inverse[half]);
@@ -640,10 +656,9 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
     c.pass_v(part.before);
-    const int tail = uniform(read_work(shared, part.slot).seqlen_k) - n * kBlockN;
-    if (tail < kBlockN) {
+    if (part.cut) {
       c.wait_v();
-      clear_tail(shared.v(c.v_ring.stage), tail, group, thread);
+      clear_tail(shared.v(c.v_ring.stage), read_work(shared, part.slot).seqlen_k - n * kBlockN, group, thread);
     }
     --n;
 
@@ -726,10 +741,11 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
       c.wait_k();
     }
     multiply_scores(s, shared.q(c.q_ring.stage, group), shared.k(c.k_ring.stage));
+    const Work work = read_work(shared, part.slot);
     hopper::wgmma_wait<1>();
     hopper::hold(out);
     c.release_v();
-    c.finish(part, out, row_max, row_sum);
+    c.finish(part, work, out, row_max, row_sum);
     if (!begun) {
       hopper::wgmma_wait<0>();
       hopper::hold(s);
