@@ -1,7 +1,9 @@
 // The second half of dispatch.h: parameters and grids of launches.
 #include "host/dispatch.h"
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "host/error.h"
 
@@ -171,6 +173,17 @@ bool has_short_tile(const Kernel& kernel, const FwdParams& fwd) {
   return rest > 0 && rest + 64 <= block_m;
 }
 
+// Heads whose tiles are dealt out together in rounds, the longest first. Every other round goes the other way: where they
+// fill an even number of rounds, each thread block's tiles add up to the same. Of what is left at the end, the last are short.
+int heads_of_even_rounds(const FwdParams& fwd, unsigned grid) {
+  constexpr int64_t kBytes = int64_t{36} << 20;  // of K and V, which are to stay in L2 meanwhile
+  const int64_t rounds = 2 * static_cast<int64_t>(grid);
+  const int64_t pairs = static_cast<int64_t>(fwd.batch) * fwd.heads;
+  const int64_t heads = std::min(rounds / std::gcd(rounds, static_cast<int64_t>(fwd.blocks_m)), pairs);
+  const int64_t bytes_of_a_head = 2 * static_cast<int64_t>(fwd.seqlen_k) * (fwd.head_dim + fwd.head_dim_v) / fwd.group;
+  return heads * bytes_of_a_head <= kBytes ? static_cast<int>(heads) : 1;
+}
+
 bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& fwd, int64_t key_rows,
                     const TileOptions& options, CUstream stream) {
   if (key_rows == 0) return false;  // an empty tensor has no map
@@ -184,9 +197,14 @@ bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& f
   // Measured on an H200: where tiles differ, those of 32 heads together, the longest first; else one head after another.
   constexpr int kHeadsOfAGroup = 32;
   const bool differ = kernel.masked || (has_short_tile(kernel, fwd) && !lengths_vary(fwd));
-  params.heads_per_group = options.counter != nullptr && differ ? kHeadsOfAGroup : 1;
-  params.next_tile = options.counter;
   const unsigned grid = persistent_grid(kernel, fwd, options.sm_margin);
+  params.heads_per_group = 1;
+  if (options.counter != nullptr) {
+    if (differ) params.heads_per_group = kHeadsOfAGroup;
+  } else if (kernel.masked && grid > 0) {
+    params.heads_per_group = heads_of_even_rounds(fwd, grid);
+  }
+  params.next_tile = options.counter;
   if (options.counter != nullptr && grid > 0) {
     const CUdeviceptr address = reinterpret_cast<CUdeviceptr>(options.counter);
     check(cuda, cuda.cuMemsetD32Async(address, 0, 1, stream), "clearing the counter of tiles");

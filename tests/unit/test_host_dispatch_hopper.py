@@ -56,12 +56,12 @@ def test_forced_family(hopper: Machine) -> None:
         assert [load["key"] for load in hopper.log("load")] == keys
 
 
-@pytest.mark.parametrize(("batch", "grid"), [(2, 48), (20, 132)])
-def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int) -> None:
+@pytest.mark.parametrize(("batch", "grid", "heads_per_group"), [(2, 48, 16), (20, 132, 88)])
+def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int, heads_per_group: int) -> None:
     assert hopper.run(f"fwd 0 bf16 causal 128 {batch} 300 200 8 2") == ["ok"]
     [launch] = hopper.log("launch")
     assert (launch["key"], launch["grid"], launch["block"], launch["blocks_m"]) == (TMA, str(grid), "384", "3")
-    assert launch["heads_per_group"] == "1"
+    assert launch["heads_per_group"] == str(heads_per_group)
     q, k, v = hopper.log("map")
     assert (q["sizes"], q["strides"], q["box"]) == (f"128,300,8,{batch}", "2048,256,614400", "64,64,1,1")
     assert (k["sizes"], k["strides"], k["box"]) == (f"128,200,2,{batch}", "512,256,102400", "64,32,1,1")
@@ -86,13 +86,16 @@ def test_backward_with_maps(hopper: Machine) -> None:
 @pytest.mark.parametrize(
     ("call", "counter", "heads_per_group"),
     [
-        ("causal 128 2 1920 200 8 2", 0, 1),  # short ones of one length are shared out
+        ("causal 128 2 1920 200 8 2", 0, 16),  # short ones of one length are shared out, here all at once
+        ("causal 128 20 1024 1024 8 2", 0, 33),  # two rounds of 132 tiles
+        ("causal 128 20 1024 16384 8 1", 0, 33),
+        ("causal 128 20 1024 16384 8 2", 0, 1),  # more K and V than stay in L2
         ("causal 128 2 1921 200 8 2", 1, 32),  # long tiles and short ones: as they come, 32 heads together
         ("general 128 2 1921 200 8 2", 1, 32),
         ("full 128 2 1920 200 8 2", 0, 1),
         ("full 128 2 1921 200 8 2", 1, 32),  # a short tile in each head
         ("full 128 2 1985 200 8 2", 0, 1),  # of two warpgroups, which both have rows
-        ("causal 128 1 2048 200 8 2", 0, 1),  # a tile for each block
+        ("causal 128 1 2048 200 8 2", 0, 8),  # a tile for each block
         ("causal 128 20 300 200 8 2 packed 6000", 1, 32),  # lengths that vary
         ("full 128 20 300 200 8 2 packed 6000", 1, 1),
         ("full 128 1 300 200 8 2 packed 300", 0, 1),
