@@ -255,7 +255,7 @@ struct DecodeParams {
   float scale;
   float scale_log2;
 };
-constexpr int kCombineThreads = 128;  // of flash_combine, whatever the record has: so few fit beside flash_decode's
+constexpr int kCombineThreads = 64;  // of flash_combine, whatever the record has; a row for each warp
 
 // flash_rotary: copies rows, rotated by their position or not, to their place: into a KV cache, or anywhere.
 struct RotaryTask {

@@ -441,7 +441,7 @@ int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked) {
   return static_cast<int>(best);
 }
 
-void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream, bool after_rotary) {
+void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream) {
   const Driver& cuda = driver();
   constexpr double kLog2E = 1.4426950408889634;
   params.scale_log2 = static_cast<float>(params.scale * kLog2E);
@@ -452,13 +452,10 @@ void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream, 
   const int64_t blocks = static_cast<int64_t>(params.row_tiles) * params.splits;
   const unsigned grid = grid_of(kernel, blocks, params.heads_kv, params.batch);
   const CurrentContext current(cuda, kernel.context);
-  if (after_rotary) {
-    launch_early(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
-  } else {
-    launch(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
-  }
+  launch_early(cuda, kernel, 0, grid, kernel.record->smem_bytes, &params, stream);
   if (params.splits == 1) return;
-  launch_early(cuda, kernel, 1, grid_of(kernel, params.lse_count, 1, 1), 0, &params, stream);
+  const unsigned rows = grid_of(kernel, params.lse_count, 1, 1);
+  launch_early(cuda, kernel, 1, static_cast<unsigned>(blocks_of(rows, kCombineThreads / 32)), 0, &params, stream);
 }
 
 void launch_rotary(const Kernel& kernel, const RotaryParams& params, CUstream stream) {

@@ -136,9 +136,9 @@ Preference decode_preference(const DecodeParams& params);
 // params.row_warps and params.row_tiles.
 int decode_splits(const Kernel& kernel, DecodeParams& params, int64_t asked);
 
-// Launches flash_decode and, for several splits, flash_combine. As launch_fwd. `after_rotary`: the launch before it on
-// this stream is launch_rotary's, and may still be running.
-void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream, bool after_rotary);
+// Launches flash_decode and, for several splits, flash_combine. As launch_fwd. Both wait for whatever is before them on the
+// stream in the kernel.
+void launch_decode(const Kernel& kernel, DecodeParams& params, CUstream stream);
 
 // Launches flash_rotary for all tasks.
 void launch_rotary(const Kernel& kernel, const RotaryParams& params, CUstream stream);

@@ -275,8 +275,7 @@ int64_t workspace_floats(const Problem& problem, const Results& results) {
 }
 
 // Launches; `partial` holds workspace_floats() floats.
-void attend(Problem& problem, const void* q, const Strides& q_stride, float* partial, const Results& results, CUstream stream,
-            bool after_rotary) {
+void attend(Problem& problem, const void* q, const Strides& q_stride, float* partial, const Results& results, CUstream stream) {
   DecodeParams& params = problem.params;
   params.q = q;
   params.q_stride = q_stride;
@@ -287,7 +286,7 @@ void attend(Problem& problem, const void* q, const Strides& q_stride, float* par
     params.partial_out = partial;
     params.partial_lse = partial + params.splits * params.lse_count * params.head_dim_v;
   }
-  launch_decode(*problem.kernel, params, stream, after_rotary);
+  launch_decode(*problem.kernel, params, stream);
 }
 
 // Memory of `count` floats, or none.
@@ -322,7 +321,7 @@ void run_decode(StableIValue* stack, bool output) {
     const Input q_input(q);
     const Tensor memory = workspace(workspace_floats(problem, results), q.argument.device);
     float* const partial = memory ? static_cast<float*>(data_of(memory)) : nullptr;
-    attend(problem, q_input.data(), q_input.strides(), partial, results, current_stream(q.argument.device), false);
+    attend(problem, q_input.data(), q_input.strides(), partial, results, current_stream(q.argument.device));
   }
   results.put(stack);
 }
@@ -585,7 +584,7 @@ void run_kvcache(StableIValue* stack, bool output) {
   rows.launch(rows.rotates() ? &q : nullptr, &q_input, floats, rotated, same_position, stream);
   if (problem.kernel != nullptr) {
     const void* const q_data = rows.rotates() ? floats : q_input.data();
-    attend(problem, q_data, rows.rotates() ? rotated : q_input.strides(), floats + q_floats, results, stream, true);
+    attend(problem, q_data, rows.rotates() ? rotated : q_input.strides(), floats + q_floats, results, stream);
   }
   k_cache.finish();
   v_cache.finish();

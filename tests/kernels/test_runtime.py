@@ -11,7 +11,7 @@ import torch
 from kernel_set import KERNELS, variants
 
 import flash_attn
-from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 
 BACKWARD = variants("bwd")
 DTYPE, CAUSAL = BACKWARD[0]
@@ -111,6 +111,57 @@ def test_runs_on_the_current_stream():
         found = step(inputs, dout)
     stream.synchronize()
     assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_decoding_waits_for_all_that_is_before_it(captured):
+    """Its launch may begin while others end: kernels, copies, another stream's work, and decoding itself."""
+    kernel = next(kernel for kernel in KERNELS if kernel.op == "decode")
+    fresh_q, fresh_k, fresh_v = (
+        torch.randn(3, rows, heads, kernel.head_dim, device="cuda").to(kernel.dtype)
+        for rows, heads in ((2, 4), (3000, 2), (3000, 2))
+    )
+    fresh_lengths = torch.tensor([3000, 17, 1500], device="cuda", dtype=torch.int32)
+    q, k, v, lengths = (torch.zeros_like(x) for x in (fresh_q, fresh_k, fresh_v, fresh_lengths))
+
+    def decode(q, k, v, lengths):
+        return flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True, num_splits=7)
+
+    def chain():
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        torch.cuda._sleep(2_000_000)
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            torch.cuda._sleep(4_000_000)
+            lengths.copy_(fresh_lengths)
+        torch.mul(fresh_k, 1, out=k)
+        v.copy_(fresh_v)
+        here.wait_stream(aside)
+        q.copy_(fresh_q)
+        first = decode(q, k, v, lengths)
+        second = decode(first, k, v, lengths)
+        v.neg_()
+        return first, second, decode(second, k, v, lengths)
+
+    first = decode(fresh_q, fresh_k, fresh_v, fresh_lengths)
+    torch.cuda.synchronize()
+    second = decode(first, fresh_k, fresh_v, fresh_lengths)
+    torch.cuda.synchronize()
+    wanted = first, second, decode(second, fresh_k, -fresh_v, fresh_lengths)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        with torch.cuda.graph(graph):
+            found = chain()
+    for _ in range(3):
+        for x in (q, k, v, lengths):
+            x.zero_()
+        if captured:
+            graph.replay()
+        else:
+            found = chain()
+        torch.cuda.synchronize()
+        assert_same_bits(found, wanted)
 
 
 def test_never_waits_for_the_gpu():

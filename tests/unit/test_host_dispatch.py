@@ -628,8 +628,9 @@ def test_messages_are_sentences(machine: Machine) -> None:
     ("call", "splits", "grids"),
     [
         ("1 1 8192 32 8 packed 1", 1, ["8,1"]),
-        ("1 1 8192 32 8 packed 4", 4, ["32,1", "32,1"]),
-        ("1 1 8192 32 8 packed 1000000", 128, ["1024,1", "32,1"]),
+        ("1 1 8192 32 8 packed 4", 4, ["32,1", "16,1"]),
+        ("1 1 8192 32 8 packed 1000000", 128, ["1024,1", "16,1"]),
+        ("1 1 8192 3 3 packed 4", 4, ["12,1", "2,1"]),  # two rows a block of flash_combine
         ("64 1 8192 32 8", 1, ["512,1"]),  # full without splitting
         ("1 1 64 32 8", 1, ["8,1"]),  # too short
         ("0 1 8192 32 8", 1, []),
@@ -641,7 +642,7 @@ def test_splits(machine: Machine, call: str, splits: int, grids: list[str]) -> N
     assert machine.run(f"decode 0 bf16 general 128 {call}") == [f"ok splits={splits} row_warps=1"]
     launches = machine.log("launch")
     assert [launch["grid"] for launch in launches] == grids
-    assert [launch["block"] for launch in launches] == ["256", "128"][: len(grids)]
+    assert [launch["block"] for launch in launches] == ["256", "64"][: len(grids)]
 
 
 @pytest.mark.parametrize(

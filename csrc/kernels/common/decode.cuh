@@ -134,6 +134,9 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   if (own_slab >= p.slabs) own_slab = -1;
   const int* const block_table = p.pages.block_table;
 
+  // A key is read once, but where several blocks have rows of its head.
+  const unsigned long long policy = p.row_tiles == 1 ? ptx::evict_first() : ptx::evict_normal();
+
   // The place of one key a lane, asked for a step before its copy begins: in a page table it is a load.
   auto locate = [&](int tile_index) {
     const int key = tile_index * kBlockN + unit_warp * kWarpKeys + lane % kWarpKeys;
@@ -166,12 +169,12 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
 #pragma unroll
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
         ptx::cp_async_16(k_tile + offset + panel * KeyTile::kPanelBytes, k + panel * tile::kRowBytes,
-                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0);
+                         exists && column + panel * tile::kPanelColumns < p.head_dim ? 16 : 0, policy);
       }
 #pragma unroll
       for (int panel = 0; panel < KeyTile::kPanels; ++panel) {
         ptx::cp_async_16(v_tile + offset + panel * KeyTile::kPanelBytes, v + panel * tile::kRowBytes,
-                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0);
+                         exists && column + panel * tile::kPanelColumns < p.head_dim_v ? 16 : 0, policy);
       }
     }
   };
@@ -443,31 +446,32 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   }
 }
 
-constexpr int kJoinWarps = flash_attn::kCombineThreads / 32;
+// Few enough registers that a block of flash_combine fits beside flash_decode's and is there when that ends.
+constexpr int kCombineBlocks = 10;
 
-// flash_combine: joins the splits of a row. One block a row, lanes over columns, warps over splits.
+// flash_combine: joins the splits of a row, one warp a row, lanes over columns.
 __device__ __forceinline__ void join_splits(const flash_attn::DecodeParams& p) {
-  __shared__ float4 parts[kJoinWarps][32];
   const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32;
   const long long rows = p.lse_count;
-  const int row = blockIdx.x;
-  const float* const lse = p.partial_lse + row;
+  const int row = blockIdx.x * (flash_attn::kCombineThreads / 32) + threadIdx.x / 32;
+  ptx::launch_dependents();
   ptx::wait_on_dependencies();
+  if (row >= rows) return;
 
   // Some splits at a time, so that loads are under way together; the first ones while their weights are found.
-  constexpr int kTogether = 4;
+  constexpr int kTogether = 16;
+  const float* const lse = p.partial_lse + row;
+  const float own = lane < p.splits ? lse[lane * rows] : ptx::kMinusInfinity;
   float4 values[kTogether];
   const auto load = [&](int first_split, int c) {
+    const float* at = p.partial_out + (first_split * rows + row) * p.head_dim_v + c;
 #pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const int split = first_split + i * kJoinWarps;
+    for (int i = 0; i < kTogether; ++i, at += rows * p.head_dim_v) {
       values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (split >= p.splits || c >= p.head_dim_v) continue;
-      values[i] = *reinterpret_cast<const float4*>(p.partial_out + (split * rows + row) * p.head_dim_v + c);
+      if (first_split + i < p.splits && c < p.head_dim_v) values[i] = *reinterpret_cast<const float4*>(at);
     }
   };
-  load(warp, lane * 4);
+  load(0, lane * 4);
 
   // Of packed queries, which are one batch of all tokens, too.
   const int all_heads = row / static_cast<int>(p.lse_head_stride);
@@ -476,37 +480,34 @@ __device__ __forceinline__ void join_splits(const flash_attn::DecodeParams& p) {
   const int head = all_heads - batch * p.heads;
   const bool has_sink = p.modifiers.sink != nullptr;
   const float sink = has_sink ? p.modifiers.sink[head] * kLog2e : ptx::kMinusInfinity;
-  float m = sink;
-  for (int split = lane; split < p.splits; split += 32) m = fmaxf(m, lse[split * rows]);
+  float m = fmaxf(own, sink);
+  for (int split = lane + 32; split < p.splits; split += 32) m = fmaxf(m, lse[split * rows]);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
   const float base = m == ptx::kMinusInfinity ? 0.0f : m;
-  float sum = 0.0f;
-  for (int split = lane; split < p.splits; split += 32) sum += ptx::exp2(lse[split * rows] - base);
+  float sum = ptx::exp2(own - base);
+  for (int split = lane + 32; split < p.splits; split += 32) sum += ptx::exp2(lse[split * rows] - base);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
   if (has_sink) sum += ptx::exp2(sink - base);
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-  if (threadIdx.x == 0) p.lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (m + ptx::log2(sum)) * kLn2;
+  if (lane == 0) p.lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (m + ptx::log2(sum)) * kLn2;
 
   char* const out = static_cast<char*>(p.out) +
                     2 * (batch * p.out_stride.batch + token * p.out_stride.row + head * p.out_stride.head);
   for (int c = lane * 4; c - lane * 4 < p.head_dim_v; c += 128) {
     float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int split = warp; split < p.splits; split += kTogether * kJoinWarps) {
-      if (split != warp || c != lane * 4) load(split, c);
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const int at = min(split + i * kJoinWarps, p.splits - 1);  // past it, values are zeros
-        add(value, values[i], ptx::exp2(lse[at * rows] - base) * inverse);
+    for (int first = 0; first < p.splits; first += kTogether) {
+      float weight = own;
+      if (first > 0 || c != lane * 4) {
+        load(first, c);
+        weight = first + lane < p.splits ? lse[(first + lane) * rows] : ptx::kMinusInfinity;
       }
-    }
-    __syncthreads();  // the columns before are read
-    parts[warp][lane] = value;
-    __syncthreads();
-    if (warp != 0 || c >= p.head_dim_v) continue;
+      weight = ptx::exp2(weight - base) * inverse;  // of split first + lane
 #pragma unroll
-    for (int w = 1; w < kJoinWarps; ++w) add(value, parts[w][lane], 1.0f);
+      for (int i = 0; i < kTogether; ++i) add(value, values[i], __shfl_sync(0xffffffffu, weight, i));
+    }
+    if (c >= p.head_dim_v) continue;
     *reinterpret_cast<uint2*>(out + 2 * c) =
         make_uint2(ptx::pack<kBf16>(value.x, value.y), ptx::pack<kBf16>(value.z, value.w));
   }

@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
   attend_cache<Products>(p);
 }
 
-extern "C" __global__ void __launch_bounds__(flash_attn::kCombineThreads)
+extern "C" __global__ void __launch_bounds__(flash_attn::kCombineThreads, kCombineBlocks)
     flash_combine(const __grid_constant__ flash_attn::DecodeParams p) {
   join_splits(p);
 }

@@ -139,9 +139,7 @@ inline void decode(const DecodeParams& p, Kind kind, Tile tile, int warps, int i
   }
 }
 
-// A row a block.
-inline void combine(const DecodeParams& p, Kind kind, long long row) {
-  require(row < p.lse_count, "grid of combine");
+inline void combine_row(const DecodeParams& p, Kind kind, long long row) {
   DecodeParams dense = p;  // packed queries are one batch of all tokens
   dense.sequences.cu_seqlens_q = nullptr;
   const int token = static_cast<int>(row % p.lse_head_stride), head_index = static_cast<int>(row / p.lse_head_stride);
@@ -161,6 +159,12 @@ inline void combine(const DecodeParams& p, Kind kind, long long row) {
     out.set(token, d, sum > 0 ? value / sum : 0);
   }
   p.lse[row] = sum > 0 ? (max + std::log2(sum)) / kLog2e : -kInfinity;
+}
+
+// A row a warp.
+inline void combine(const DecodeParams& p, Kind kind, int warps, long long index) {
+  require(index * warps < p.lse_count, "grid of combine");
+  for (long long row = index * warps; row < std::min(p.lse_count, (index + 1) * warps); ++row) combine_row(p, kind, row);
 }
 
 // ---- Rotary embedding and appending ----
@@ -261,7 +265,7 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
     const DecodeParams params = params_of<DecodeParams>(bytes);
     for (int index = 0; index < grid; ++index) {
       if (entry == "flash_decode") decode(params, kind, tile, static_cast<int>(launch.threads / 32), index);
-      if (entry == "flash_combine") combine(params, kind, index);
+      if (entry == "flash_combine") combine(params, kind, static_cast<int>(launch.threads / 32), index);
     }
   } else {
     const BwdParams params = params_of<BwdParams>(bytes);  // with maps too, these come first

@@ -240,7 +240,7 @@ std::string answer(const std::string& line) {
       params.lse_head_stride = shape.seqlen_q;
       params.lse_count = int64_t{params.batch} * params.heads * shape.seqlen_q;
       params.splits = fa::decode_splits(kernel, params, shape.packed_q > 0 ? shape.packed_q : 0);
-      fa::launch_decode(kernel, params, kStream, shape.packed_q > 0);
+      fa::launch_decode(kernel, params, kStream);
       return "ok splits=" + std::to_string(params.splits) + " row_warps=" + std::to_string(params.row_warps);
     }
     if (command == "fwd" && read_shape(rest.c_str(), &shape)) return run_kernel(fa::Op::fwd, shape);
