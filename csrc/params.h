@@ -109,8 +109,8 @@ struct FwdFp8Params {
   int blocks_n;          // ceil(seqlen_k / block_n)
 };
 
-// Threads of flash_transpose_v, each of which takes 4 keys and 16 columns at a time: as many as there are of these in a tile, or
-// half as many, so that many blocks fit on a multiprocessor.
+// Threads of flash_transpose_v, each of which takes 4 keys and 16 columns at a time: as many as there are of these in a
+// tile, or half as many, so that many blocks fit on a multiprocessor.
 constexpr int fp8_transposers(int block_n, int head_dim) {
   return block_n * head_dim / 64 <= 384 ? block_n * head_dim / 64 : block_n * head_dim / 128;
 }

@@ -15,30 +15,34 @@ factor is, so that what can be won lies in how the errors of a row's elements ad
   the row before the next; twice. :func:`rotate_and_quantize`.
 - *Smoothing* (SageAttention, arXiv:2410.02367): a vector taken off all keys takes the same off all scores of a row,
   which a softmax does not see. Taking their mean off makes keys with a bias, as of most models, small. A vector taken
-  off all values (SageAttention2, arXiv:2411.10958) is what each row's output then lacks, and is added to it in float32:
-  values with a bias lose less precision to it, and so do the tensor core's sums, which have 14 bits.
+  off all values (SageAttention2, arXiv:2411.10958) is what each row's output then lacks, and is added to it, by the
+  usual call's kernel in float32: values with a bias lose less precision to it, and so do the tensor core's sums, which
+  have 14 bits.
 
 On a GPU the usual call's tensors are rounded by three kernels, all at once, in bf16 and with rows of more than 128
 columns rotated in two halves; others by two Triton kernels, one pass over a tensor each; elsewhere, operations of torch
 do it.
 
-RMSE on N(0, 1) with 0.1 % outliers of N(0, 100), head dim 128, over 16 seeds:
+RMSE on N(0, 1) with 0.1 % outliers of N(0, 100), head dim 128, over 16 seeds, by the emulation; the last two rows are
+:func:`flash_attn_fp8_func`, with values less their mean:
 
 ======================  ==========  ==========
 way                     4,096 keys  8,192 keys
 ======================  ==========  ==========
 one factor a tensor     1.8e-2      2.4e-2
 rotated                 8.6e-3      9.4e-3
-outliers rounded again  8.2e-3      8.95e-3
+outliers rounded again  8.5e-3      8.5e-3
+and factors of blocks   8.1e-3      8.7e-3
 ======================  ==========  ==========
 
 FlashAttention-3's table has 2.4e-2, and 9.1e-3 at best. Nearly half of the square of what is left is the rounding of
 the values.
 
-Factors are for heads, or for blocks of 64 rows of a head (``granularity``). Above, blocks gain nothing: a floating
-point format has its precision at every magnitude. They do where the magnitudes of a head's rows differ by more than the
-format's range: of values of blocks that differ by up to e^12, the worst row of a window of 100 keys has an error of a
-tenth of itself rather than a fifth. And a block can be quantised before the next is known.
+Factors are for heads, or for blocks of 64 rows of a head (``granularity``). Above, blocks gain next to nothing: a
+floating point format has its precision at every magnitude. They do where the magnitudes of a head's rows differ by more
+than the format's range: of values of blocks that differ by up to e^12, the worst row of a window of 100 keys has an
+error of a tenth of itself rather than a fifth (with ``smooth_v=False``). And a block can be quantised before the next
+is known.
 """
 
 from __future__ import annotations
@@ -409,8 +413,8 @@ def flash_attn_fp8_func(
             has a share of the sum of a row's probabilities.
         seed: of the rotation.
         granularity: ``"head"``, a factor for each sequence and KV head; or ``"block"``, one for each 64 rows of a head,
-            which costs some speed and gains precision only where blocks of values differ much in their magnitude; the
-            mean of all values (``smooth_v``) would make such blocks alike.
+            which costs some speed and gains precision only where blocks of values differ much in their magnitude, and
+            with ``smooth_v=False``: less a common mean, such blocks are alike.
 
     The other arguments are those of :func:`flash_attn.flash_attn_func`.
 
@@ -419,7 +423,8 @@ def flash_attn_fp8_func(
         latter fp32 (B, H, Sq).
 
     Raises:
-        What :func:`flash_attn.flash_attn_func` raises; an ``ArgumentError`` where a tensor requires grad.
+        What :func:`flash_attn.flash_attn_func` raises; an ``ArgumentError`` where a tensor requires grad, and for
+        another granularity.
     """
     # The usual call at once, as in flash_attn_func: kernels round all three tensors. What they cannot goes in steps.
     if (
@@ -490,6 +495,8 @@ def flash_attn_varlen_fp8_func(
         q: (Tq, H, D).
         k: (Tk, Hk, D).
         v: (Tk, Hk, Dv).
+
+    The other arguments, and what is raised, are those of :func:`flash_attn_fp8_func`.
 
     Returns:
         out (Tq, H, Dv) in q's dtype, or (out, softmax_lse), the latter fp32 (H, Tq).

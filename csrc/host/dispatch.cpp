@@ -1,9 +1,7 @@
 // The second half of dispatch.h: parameters and grids of launches.
 #include "host/dispatch.h"
 
-#include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "host/error.h"
 
@@ -177,9 +175,16 @@ bool has_short_tile(const Kernel& kernel, const FwdParams& fwd) {
 // fill an even number of rounds, each thread block's tiles add up to the same. Of what is left at the end, the last are short.
 int heads_of_even_rounds(const FwdParams& fwd, unsigned grid) {
   constexpr int64_t kBytes = int64_t{36} << 20;  // of K and V, which are to stay in L2 meanwhile
-  const int64_t rounds = 2 * static_cast<int64_t>(grid);
+  const int64_t tiles_of_two_rounds = 2 * static_cast<int64_t>(grid);
   const int64_t pairs = static_cast<int64_t>(fwd.batch) * fwd.heads;
-  const int64_t heads = std::min(rounds / std::gcd(rounds, static_cast<int64_t>(fwd.blocks_m)), pairs);
+  int64_t divisor = tiles_of_two_rounds;  // the greatest common one of it and a head's tiles
+  for (int64_t rest = fwd.blocks_m; rest != 0;) {
+    const int64_t next = divisor % rest;
+    divisor = rest;
+    rest = next;
+  }
+  const int64_t even = tiles_of_two_rounds / divisor;
+  const int64_t heads = even < pairs ? even : pairs;
   const int64_t bytes_of_a_head = 2 * static_cast<int64_t>(fwd.seqlen_k) * (fwd.head_dim + fwd.head_dim_v) / fwd.group;
   return heads * bytes_of_a_head <= kBytes ? static_cast<int>(heads) : 1;
 }
@@ -194,7 +199,8 @@ bool launch_fwd_tma(const Driver& cuda, const Kernel& kernel, const FwdParams& f
       !encode_keys_map(cuda, params.v_map, kernel, fwd, fwd.v, fwd.v_stride, fwd.head_dim_v, key_rows)) {
     return false;
   }
-  // Measured on an H200: where tiles differ, those of 32 heads together, the longest first; else one head after another.
+  // Measured on an H200: where tiles differ, those of 32 heads together, the longest first, or, without a
+  // counter, of as many as fill an even number of rounds; else one head after another.
   constexpr int kHeadsOfAGroup = 32;
   const bool differ = kernel.masked || (has_short_tile(kernel, fwd) && !lengths_vary(fwd));
   const unsigned grid = persistent_grid(kernel, fwd, options.sm_margin);

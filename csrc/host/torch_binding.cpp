@@ -30,7 +30,7 @@
 // Its scale, if not given, is 1 / sqrt(D).
 // q and dq are (B, Sq, H, D), out and dout (B, Sq, H, Dv), k and dk (B, Sk, Hk, D), v and dv (B, Sk, Hk, Dv), all of one
 // dtype, fp16 or bf16; of fwd_fp8, q, k and v are e4m3, out is bf16, and descales are fp32 (B, Hk) or, of blocks of rows,
-// (B, heads, blocks). lse and dlse are fp32 (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
+// (B, heads, blocks), packed (1, heads, blocks). lse and dlse are fp32 (B, H, Sq). With cu_seqlens_q the queries are packed, (T, H, D), and lse is
 // (H, T); with cu_seqlens_k so are the keys. Tensors may have any strides; new ones are contiguous.
 //
 // Built by g++ alone, without torch and without CUDA; buildtools/host.py holds the commands. The link is against an
