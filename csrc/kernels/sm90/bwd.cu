@@ -173,6 +173,7 @@ __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, 
     }
   }
   begin();
+  hopper::fence_proxy_async_global();  // preprocess wrote row statistics by ordinary stores
   for (int step = 0; step < work.steps; ++step) {
     const int stage = step % kStages;
     const unsigned full = shared.full(stage);
