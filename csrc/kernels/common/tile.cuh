@@ -84,6 +84,20 @@ struct Copy {
   }
 };
 
+// sum += a b of a chunk: 8 columns of 16 bits.
+template <bool kBf16>
+__device__ __forceinline__ void add_product(float& sum, const uint4 a, const uint4 b) {
+  const unsigned as[4] = {a.x, a.y, a.z, a.w};
+  const unsigned bs[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float a_low, a_high, b_low, b_high;
+    ptx::unpack<kBf16>(as[i], a_low, a_high);
+    ptx::unpack<kBf16>(bs[i], b_low, b_high);
+    sum = fmaf(a_low, b_low, fmaf(a_high, b_high, sum));
+  }
+}
+
 // Address of a thread's first chunk: row `row` of (batch, head), chunk thread % 8.
 __device__ __forceinline__ const char* source(const void* tensor, const flash_attn::Strides& stride, int batch,
                                               int head, long long row, int thread) {

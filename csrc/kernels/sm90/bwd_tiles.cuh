@@ -98,15 +98,7 @@ __device__ __forceinline__ void preprocess(const flash_attn::BwdParams& p) {
         if (thread % 8 * 8 + panel * 64 < p.head_dim_v) {
           const uint4 a = *reinterpret_cast<const uint4*>(out + panel * tile::kRowBytes);
           const uint4 b = *reinterpret_cast<const uint4*>(dout + panel * tile::kRowBytes);
-          const unsigned as[4] = {a.x, a.y, a.z, a.w};
-          const unsigned bs[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            float a_low, a_high, b_low, b_high;
-            ptx::unpack<kBf16>(as[i], a_low, a_high);
-            ptx::unpack<kBf16>(bs[i], b_low, b_high);
-            sum = fmaf(a_low, b_low, fmaf(a_high, b_high, sum));
-          }
+          tile::add_product<kBf16>(sum, a, b);
         }
       }
     }
