@@ -385,17 +385,18 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
     if (!encode_maps(cuda, kernel, with_maps, key_rows)) return false;
   }
   launch(cuda, kernel, 0, query_tiles, 0, &params, stream);
-  if (!kernel.tensor_maps) {
-    launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &params, stream);
-    launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
-  } else if (query_tiles > 0 && key_blocks > 0) {
-    launch_early(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &with_maps, stream);
-    launch_early(cuda, kernel, 2, query_tiles, 0, &params, stream);
+  // A launch may be early only where all three are there: each waits for the one before it alone.
+  const bool early = kernel.tensor_maps && query_tiles > 0 && key_blocks > 0;
+  const auto launch_next = [&](int entry, unsigned grid, unsigned shared_bytes, auto* its_params) {
+    if (early) return launch_early(cuda, kernel, entry, grid, shared_bytes, its_params, stream);
+    launch(cuda, kernel, entry, grid, shared_bytes, its_params, stream);
+  };
+  if (kernel.tensor_maps) {
+    launch_next(1, key_blocks, kernel.record->smem_bytes, &with_maps);
   } else {
-    // A launch may be early only where all three are there: each waits for the one before it alone.
-    launch(cuda, kernel, 1, key_blocks, kernel.record->smem_bytes, &with_maps, stream);
-    launch(cuda, kernel, 2, query_tiles, 0, &params, stream);
+    launch_next(1, key_blocks, kernel.record->smem_bytes, &params);
   }
+  launch_next(2, query_tiles, 0, &params);
   return true;
 }
 
