@@ -42,6 +42,7 @@ __all__ = [
     "length_of",
     "number_of",
     "numbers_of",
+    "packed_block",
     "same_device",
     "scale_of",
     "sink_of",
@@ -196,6 +197,11 @@ def factor_blocks(rows: int, sequences: int | None = None) -> int:
     sequence b is number ``cu_seqlens[b] // FACTOR_ROWS + b + i``: so all have room, and a few numbers are no block's.
     """
     return -(-rows // FACTOR_ROWS) if sequences is None else rows // FACTOR_ROWS + sequences
+
+
+def packed_block(first: Tensor, sequence: Tensor | int, row: Tensor) -> Tensor:
+    """The number, by factor_blocks, of the block of packed rows ``row`` of a sequence that begins at row ``first``."""
+    return first // FACTOR_ROWS + sequence + (row - first) // FACTOR_ROWS
 
 
 def descale_of(

@@ -263,9 +263,8 @@ def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
 def _packed_blocks(cu_seqlens: Tensor, sequence: Tensor) -> Tensor:
     """int64 (T): the number of the block that each packed row is in, by checks.factor_blocks; in none, their count."""
     rows, batch = sequence.shape[0], cu_seqlens.shape[0] - 1
-    first = cu_seqlens[sequence]
     row = torch.arange(rows, device=cu_seqlens.device)
-    block = first // checks.FACTOR_ROWS + sequence + (row - first) // checks.FACTOR_ROWS
+    block = checks.packed_block(cu_seqlens[sequence], sequence, row)
     return torch.where(sequence < batch, block, checks.factor_blocks(rows, batch))
 
 

@@ -39,8 +39,7 @@ def _factors(
     row = torch.arange(rows.start, rows.stop, device=descale.device)
     if cu_seqlens is None:
         return _by_head(descale[number, :, row // checks.FACTOR_ROWS].transpose(0, 1), heads, dtype)
-    first = int(cu_seqlens[number])
-    block = first // checks.FACTOR_ROWS + number + (row - first) // checks.FACTOR_ROWS
+    block = checks.packed_block(cu_seqlens[number], number, row)
     return _by_head(descale[0, :, block].transpose(0, 1), heads, dtype)
 
 
