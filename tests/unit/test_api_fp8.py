@@ -7,6 +7,7 @@ import torch
 from feature_cases import Limits
 from fp8_cache_cases import run as run_cache
 from fp8_cases import draw, run
+from fp8_support import int32, outliers, rmse
 
 import flash_attn
 import flash_attn_interface
@@ -22,10 +23,6 @@ def seeded():
     torch.manual_seed(0)
 
 
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
-
-
 def tensors(b=2, sq=33, sk=47, h=4, hk=2, d=64):
     return torch.randn(b, sq, h, d), torch.randn(b, sk, hk, d), torch.randn(b, sk, hk, d)
 
@@ -38,17 +35,7 @@ def quantized(q, k, v, cu_q=None, cu_k=None):
     return [x for x, _ in pairs], {name: descale for name, (_, descale) in zip(names, pairs, strict=True)}
 
 
-def rmse(found, exact):
-    return (found.double() - exact.double()).square().mean().sqrt().item()
-
-
 # ---- Accuracy ----
-
-
-def outliers(generator, rows, head_dim):
-    """N(0, 1) with 0.1 % of N(0, 100) on top, as in FlashAttention-3's table: (1, rows, 1, head_dim)."""
-    x, more = (torch.randn(1, rows, 1, head_dim, generator=generator) for _ in range(2))
-    return x + 10.0 * more * (torch.rand(x.shape, generator=generator) < 0.001)
 
 
 def per_tensor(x):

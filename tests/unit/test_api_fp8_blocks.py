@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from fp8_support import int32, outliers, rmse
 
 import flash_attn
 from flash_attn import _ops_fp8, flash_attn_func, flash_attn_varlen_func, reference_fp8
@@ -18,10 +19,6 @@ NAMES = ("q_descale", "k_descale", "v_descale")
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def int32(*values):
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def uneven(x, spread):
@@ -44,10 +41,6 @@ def quantized(q, k, v, **options):
 def wide(x, descale):
     """(B, S, H, D) in float64: the numbers that ``x`` and its factors stand for, with nothing of the package."""
     return x.double() * descale.double().repeat_interleave(64, 2)[:, :, : x.shape[1], None].transpose(1, 2)
-
-
-def rmse(found, exact):
-    return (found.double() - exact.double()).square().mean().sqrt().item()
 
 
 # ---- Quantising ----
@@ -222,12 +215,6 @@ def test_a_cache():
 
 
 # ---- Accuracy ----
-
-
-def outliers(generator, rows, head_dim):
-    """As in test_api_fp8: N(0, 1) with 0.1 % of N(0, 100) on top."""
-    x, more = (torch.randn(1, rows, 1, head_dim, generator=generator) for _ in range(2))
-    return x + 10.0 * more * (torch.rand(x.shape, generator=generator) < 0.001)
 
 
 def test_rmse_with_outliers():
