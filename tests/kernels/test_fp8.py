@@ -153,7 +153,9 @@ def test_scores_that_grow(kernel, rows):
     out, lse = call(pairs, **public)
     wanted, wanted_lse = emulated(pairs, kernel.head_dim**-0.5, **fields)
     assert rms(out - wanted) < 0.08 * rms(wanted)
-    assert (lse - wanted_lse).abs().max() < 5e-2
+    # The tensor core cuts its sums to 14 bits after each product of 32 columns.
+    cut = kernel.head_dim / 32 * 2**-13 * wanted_lse.abs().max()
+    assert (lse - wanted_lse).abs().max() < max(5e-2, cut)
 
 
 @on_hopper

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_set import KERNELS, variants
+from kernel_set import EVERY_KERNEL, KERNELS, variants
 
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -116,7 +116,7 @@ def test_runs_on_the_current_stream():
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
 def test_decoding_waits_for_all_that_is_before_it(captured):
     """Its launch may begin while others end: kernels, copies, another stream's work, and decoding itself."""
-    kernel = next(kernel for kernel in KERNELS if kernel.op == "decode")
+    kernel = next(kernel for kernel in EVERY_KERNEL if kernel.op == "decode")
     fresh_q, fresh_k, fresh_v = (
         torch.randn(3, rows, heads, kernel.head_dim, device="cuda").to(kernel.dtype)
         for rows, heads in ((2, 4), (3000, 2), (3000, 2))
