@@ -168,12 +168,13 @@ struct BwdParams {
   void* dv;          // (B, Sk, Hk, Dv)
   // Workspaces in tiles of block_m rows: tile h * total_tiles + first(b) + m holds rows m * block_m and up of sequence b,
   // where first(b) is b * blocks_m, or cu_seqlens_q[b] / block_m + b if packed. Written by preprocess, which also zeroes
-  // dq_accum, dq_semaphore and dq_finished.
+  // dq_accum and the counters.
   float* dq_accum;    // (tiles, block_m, FA_HEAD_DIM) in the register order of flash_bwd's dQ tiles
   float* lse_log2;    // (tiles, block_m), lse * log2(e); +inf where a row is padding or sees no key
   float* delta;       // (tiles, block_m), rowsum(dO * O) - dlse; rows of both in the order of flash_bwd's threads
   int* dq_semaphore;  // (tiles), the key block whose turn it is (deterministic only)
   int* dq_finished;   // (B, Hk), how much of flash_bwd is done with each head (sm90 family only)
+  int* next_block;    // how many key blocks were taken besides each thread block's own (likewise, if persistent)
   Strides dout_stride, q_stride, k_stride, v_stride, out_stride, dq_stride, dk_stride, dv_stride;
   long long lse_batch_stride;
   long long lse_head_stride;
@@ -194,6 +195,10 @@ struct BwdParams {
   float scale;
   float scale_log2;
 };
+
+// Whether a thread block of the sm90 family's flash_bwd goes from key block to key block, so that the grid may be of any size
+// up to their number. As measured: what that saves between key blocks, other head dims lose within them, by more registers.
+constexpr bool bwd_is_persistent(int head_dim) { return head_dim == 128; }
 
 // flash_bwd of the sm90 family; the other two entry points read `bwd` alone. Tensor maps as those of FwdTmaParams, q and
 // dout with boxes of block_m rows, k and v of block_n.

@@ -338,7 +338,8 @@ BwdWorkspace bwd_workspace(const Kernel& kernel, const BwdParams& params, int64_
   workspace.delta = workspace.lse_log2 + rows;
   workspace.dq_semaphore = workspace.delta + rows;
   workspace.dq_finished = workspace.dq_semaphore + tiles;
-  workspace.total = workspace.dq_finished + static_cast<int64_t>(params.batch) * params.heads_kv;
+  workspace.next_block = workspace.dq_finished + static_cast<int64_t>(params.batch) * params.heads_kv;
+  workspace.total = workspace.next_block + 1;
   return workspace;
 }
 
@@ -375,6 +376,7 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
   params.delta = buffer + workspace.delta;
   params.dq_semaphore = reinterpret_cast<int*>(buffer + workspace.dq_semaphore);
   params.dq_finished = reinterpret_cast<int*>(buffer + workspace.dq_finished);
+  params.next_block = reinterpret_cast<int*>(buffer + workspace.next_block);
   const unsigned query_tiles = grid_of(kernel, params.blocks_m, params.heads, params.batch);
   const int64_t blocks_of_a_key_tile = kernel.record->split ? 2 : 1;
   const unsigned key_blocks = grid_of(kernel, blocks_of_a_key_tile * params.blocks_n, params.heads_kv, params.batch);
@@ -392,7 +394,11 @@ bool launch_bwd(const Kernel& kernel, BwdParams& params, const BwdWorkspace& wor
     launch(cuda, kernel, entry, grid, shared_bytes, its_params, stream);
   };
   if (kernel.tensor_maps) {
-    launch_next(1, key_blocks, kernel.record->smem_bytes, &with_maps);
+    // Deterministic, key blocks wait for those before them, which have to be running: as thread blocks, they begin in order.
+    const bool persistent = early && bwd_is_persistent(kernel.record->head_dim) && !params.deterministic;
+    const unsigned multiprocessors = static_cast<unsigned>(kernel.multiprocessors);
+    const unsigned grid = persistent && multiprocessors < key_blocks ? multiprocessors : key_blocks;
+    launch_next(1, grid, kernel.record->smem_bytes, &with_maps);
   } else {
     launch_next(1, key_blocks, kernel.record->smem_bytes, &params);
   }

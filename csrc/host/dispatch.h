@@ -115,6 +115,7 @@ struct BwdWorkspace {
   int64_t delta;
   int64_t dq_semaphore;
   int64_t dq_finished;
+  int64_t next_block;
   int64_t total;
 };
 // `total_q`: rows of packed queries; of no account where params.sequences.cu_seqlens_q is null.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_set import EVERY_KERNEL, KERNELS, variants
+from kernel_set import EVERY_KERNEL, KERNELS, largest_head_dim, variants
 
 import flash_attn
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -62,6 +62,30 @@ def test_whoever_takes_a_tile_makes_the_same_of_it(dtype, causal):
     wanted = forward()
     for margin in (0, 1, 64, 10_000, *[0] * 20):
         assert_same_bits(forward(margin), wanted)
+
+
+@pytest.mark.parametrize(("dtype", "causal"), BACKWARD, ids=str)
+def test_whoever_takes_a_key_block_makes_the_same_of_it(dtype, causal):
+    """As above. Deterministic, each key block is a thread block; dQ is then added up in one order."""
+    head_dim = min(128, largest_head_dim("bwd", dtype, causal))
+    inputs = [torch.randn(2, 3400, heads, head_dim, device="cuda", dtype=dtype) for heads in (16, 8, 8)]
+    inputs = [x.requires_grad_() for x in inputs]
+    dout = torch.randn_like(inputs[0])
+    starts = torch.tensor([0, 1, 3001, 3001, 3200, 6800], device="cuda", dtype=torch.int32)
+
+    def backward(deterministic):
+        options = {"causal": causal, "deterministic": deterministic}
+        out = flash_attn_func(*inputs, **options)
+        packed = flash_attn_varlen_func(*(x.flatten(0, 1) for x in inputs), starts, starts, 3600, 3600, **options)
+        return (*torch.autograd.grad(out, inputs, dout), *torch.autograd.grad(packed, inputs, dout.flatten(0, 1)))
+
+    wanted = backward(True)
+    for _ in range(10):
+        found = backward(False)
+        for dq in (0, 3):
+            error = (found[dq] - wanted[dq]).float().norm() / wanted[dq].float().norm()
+            assert error < 1e-3, f"{error=:.3g}"
+        assert_same_bits(found[1:3] + found[4:6], wanted[1:3] + wanted[4:6])
 
 
 FIRST_CALL_IN_A_CAPTURE = """

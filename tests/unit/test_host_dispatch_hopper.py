@@ -71,7 +71,7 @@ def test_one_block_a_multiprocessor(hopper: Machine, batch: int, grid: int, head
 def test_backward_with_maps(hopper: Machine) -> None:
     """A block for each tile of keys, none of them split; maps of q, dout, k and v for it."""
     rows, tiles = 2 * 8 * 384, 2 * 8 * 3
-    assert hopper.run(f"bwd {CALL}") == [f"ok workspace={rows * 128 + 2 * rows + tiles + 2 * 2}"]
+    assert hopper.run(f"bwd {CALL}") == [f"ok workspace={rows * 128 + 2 * rows + tiles + 2 * 2 + 1}"]
     launches = hopper.log("launch")
     assert [launch["entry"] for launch in launches] == ["flash_bwd_preprocess", "flash_bwd", "flash_bwd_postprocess"]
     assert [launch["grid"] for launch in launches] == [str(tiles), str(2 * 7 * 2), str(tiles)]
@@ -81,6 +81,21 @@ def test_backward_with_maps(hopper: Machine) -> None:
     assert (q["sizes"], q["strides"], q["box"]) == ("128,300,8,2", "2048,256,614400", "64,128,1,1")
     assert (k["sizes"], k["strides"], k["box"]) == ("128,200,2,2", "512,256,102400", "64,32,1,1")
     assert (q, k, q["type"]) == (dout, v, "9")
+
+
+@pytest.mark.parametrize(
+    ("call", "grid"),
+    [
+        ("128 20 300 200 8 2 any_order", 132),
+        ("128 20 300 200 8 2", 20 * 7 * 2),  # deterministic: a block waits for those before it, and begins after them
+        ("128 2 300 200 8 2 any_order", 2 * 7 * 2),
+        ("256 20 300 200 8 2 any_order", 20 * 7 * 2),  # not persistent
+    ],
+)
+def test_backward_with_a_block_a_multiprocessor(hopper: Machine, call: str, grid: int) -> None:
+    hopper.write_kernels(archive.pack("x", [kernel(f"bwd-sm90-bf16-d{d}-causal", "90a") for d in (128, 256)]))
+    assert hopper.run(f"bwd 0 bf16 causal {call}")[0].startswith("ok")
+    assert [launch["grid"] for launch in hopper.log("launch")][1] == str(grid)
 
 
 @pytest.mark.parametrize(

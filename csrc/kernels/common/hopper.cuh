@@ -78,12 +78,15 @@ __device__ __forceinline__ void add_floats(float* dst, unsigned src, int bytes) 
 }
 
 // Waits until what this thread's add_floats read in shared memory, but for the last kPending, may be overwritten; and until
-// all its sums are written.
+// their sums are written.
 template <int kPending>
 __device__ __forceinline__ void wait_for_reads() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-__device__ __forceinline__ void wait_for_sums() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wait_for_sums() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
 
 __device__ __forceinline__ void prefetch_map(const void* tensor_map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(tensor_map) : "memory");

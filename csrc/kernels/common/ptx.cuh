@@ -202,6 +202,12 @@ __device__ __forceinline__ uint4 load_shared_16(unsigned address) {
   return v;
 }
 
+__device__ __forceinline__ int load_shared_int(unsigned address) {
+  int v;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ float load_shared_float(unsigned address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");

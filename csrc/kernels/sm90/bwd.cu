@@ -13,6 +13,9 @@
 // engine. dQ is a step behind, so that consumers do not wait for each other's dS, and leaves while the next step's
 // scores are under way.
 //
+// Where it pays (flash_attn::bwd_is_persistent), a thread block goes from key block to key block, so that the next one's K and
+// V, Q and dO come while dK and dV leave.
+//
 // Full and causal masks: windows, chunks, softcap, sinks, ALiBi and dropout are the sm80 family's.
 #include "common/hopper.cuh"
 #include "common/problem.cuh"
@@ -36,6 +39,9 @@ constexpr int kEarlyDelta = FA_EARLY_DELTA;
 // dQ leaves through so many buffers. With two of them it does so a step after it was staged, when no store is waited for.
 constexpr int kDqBuffers = FA_DQ_BUFFERS;
 static_assert(kDqBuffers == 2 || kDqBuffers == (kWide ? 0 : 1));
+
+constexpr bool kPersistent = flash_attn::bwd_is_persistent(kHeadDim);
+static_assert(!kPersistent || kDqBuffers == 2, "dK and dV leave through one of dQ's buffers");
 
 constexpr int kScores = kScoreQueries / 2;  // of a thread: 2 keys, kScoreQueries / 4 queries
 constexpr int kGradients = kGradientColumns / 2;
@@ -79,11 +85,17 @@ struct Shared {
   __device__ __forceinline__ unsigned full(int stage) const { return barriers + 8 + 8 * stage; }
   __device__ __forceinline__ unsigned empty(int stage) const { return barriers + 24 + 8 * stage; }
   __device__ __forceinline__ unsigned ds_full(int stage) const { return barriers + 40 + 8 * stage; }
+  // Persistent: K and V may be overwritten, as may the number of their key block, negative where there is none any more, and
+  // the head of the one before it, negative where that was the first.
+  __device__ __forceinline__ unsigned keys_empty() const { return barriers + 56; }
+  __device__ __forceinline__ unsigned number() const { return barriers + 64; }
+  __device__ __forceinline__ unsigned head_before() const { return barriers + 68; }
 };
 
 constexpr int kConsumersBarrier = 1;  // a named one; 0 is __syncthreads
 
-// Of the barriers in a step's stage: how often it has been filled before, modulo 2.
+// Of the barriers in a step's stage: how often it has been filled before, modulo 2. Persistent, steps are counted on from one
+// walk to the next.
 __device__ __forceinline__ int parity(int step) { return step / kStages & 1; }
 
 // Past this point, preprocess has run. Only now may postprocess begin, which reads what that has set to zero: it takes the
@@ -93,43 +105,105 @@ __device__ __forceinline__ void begin() {
   ptx::launch_dependents();
 }
 
+// Lets postprocess know how much of a key block's share of its head's dQ is there. The counts were set to zero by preprocess,
+// whose results not every thread has waited for.
+__device__ __forceinline__ void count_finished(const flash_attn::BwdParams& p, int head_index, int share) {
+  ptx::wait_on_dependencies();
+  ptx::add_release(p.dq_finished + head_index, share);
+}
+
+__device__ __forceinline__ void load_keys(const flash_attn::BwdTmaParams& params, const Shared& shared, const Work& work) {
+  const int batch = params.bwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
+  const int row = static_cast<int>(work.sequence.k_row) + work.first_key;
+  hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const unsigned place = panel * kKeyPanel;
+    hopper::load_box(shared.k + place, params.k_map, shared.keys_full(), panel * 64, row, work.head_kv, batch);
+    hopper::load_box(shared.v + place, params.v_map, shared.keys_full(), panel * 64, row, work.head_kv, batch);
+  }
+}
+
+// A step of a walk.
+__device__ __forceinline__ void load_queries(const flash_attn::BwdTmaParams& params, const Shared& shared, const Work& work,
+                                             const Position& at, int step) {
+  const flash_attn::BwdParams& p = params.bwd;
+  const int batch = p.sequences.cu_seqlens_q != nullptr ? 0 : work.batch;
+  const int stage = step % kStages;
+  const unsigned full = shared.full(stage);
+  const int row = static_cast<int>(work.sequence.q_row) + at.m * kBlockM;
+  // Row statistics are padded to whole blocks.
+  const long long statistics = static_cast<long long>(at.tile) * kBlockM;
+  hopper::barrier_wait(shared.empty(stage), parity(step) ^ 1);
+  hopper::barrier_expect_bytes(full, 2 * (kQueryBytes + kRowStatBytes));
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const unsigned place = stage * kQueryBytes + panel * kQueryPanel;
+    hopper::load_box(shared.q + place, params.q_map, full, panel * 64, row, at.head, batch);
+    hopper::load_box(shared.dout + place, params.dout_map, full, panel * 64, row, at.head, batch);
+  }
+  hopper::load_bytes(shared.lse + stage * kRowStatBytes, p.lse_log2 + statistics, kRowStatBytes, full);
+  hopper::load_bytes(shared.delta + stage * kRowStatBytes, p.delta + statistics, kRowStatBytes, full);
+}
+
 __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, const Shared& shared,
                                         const Work& work) {
   const flash_attn::BwdParams& p = params.bwd;
-  const int batch_q = p.sequences.cu_seqlens_q != nullptr ? 0 : work.batch;
-  const int batch_k = p.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
-  const int key_row = static_cast<int>(work.sequence.k_row) + work.first_key;
   Position at(p, work);
-  if (work.steps > 0) {
-    hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      hopper::load_box(shared.k + panel * kKeyPanel, params.k_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
-                       batch_k);
-      hopper::load_box(shared.v + panel * kKeyPanel, params.v_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
-                       batch_k);
-    }
-  }
+  if (work.steps > 0) load_keys(params, shared, work);
   begin();
   hopper::fence_proxy_async_global();  // preprocess wrote row statistics by ordinary stores
   for (int step = 0; step < work.steps; ++step) {
-    const int stage = step % kStages;
-    const unsigned full = shared.full(stage);
-    const int row = static_cast<int>(work.sequence.q_row) + at.m * kBlockM;
-    // Row statistics are padded to whole blocks.
-    const long long statistics = static_cast<long long>(at.tile) * kBlockM;
-    hopper::barrier_wait(shared.empty(stage), parity(step) ^ 1);
-    hopper::barrier_expect_bytes(full, 2 * (kQueryBytes + kRowStatBytes));
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      const unsigned place = stage * kQueryBytes + panel * kQueryPanel;
-      hopper::load_box(shared.q + place, params.q_map, full, panel * 64, row, at.head, batch_q);
-      hopper::load_box(shared.dout + place, params.dout_map, full, panel * 64, row, at.head, batch_q);
-    }
-    hopper::load_bytes(shared.lse + stage * kRowStatBytes, p.lse_log2 + statistics, kRowStatBytes, full);
-    hopper::load_bytes(shared.delta + stage * kRowStatBytes, p.delta + statistics, kRowStatBytes, full);
+    load_queries(params, shared, work, at, step);
     at.advance(p, work);
   }
+}
+
+// One key block after another: the first is the thread block's own, the next one is taken from a counter when one begins,
+// if there are more of them than thread blocks.
+__device__ __forceinline__ void produce_all(const flash_attn::BwdTmaParams& params, const Shared& shared) {
+  const flash_attn::BwdParams& p = params.bwd;
+  const int blocks = p.batch * p.heads_kv * p.blocks_n;
+  int keys = 0, step = 0;  // how many key blocks, and steps of their walks, were before
+  int head_before = -1;
+  int next = blockIdx.x;
+  const auto describe = [&](int number) {
+    hopper::barrier_wait(shared.keys_empty(), keys & 1 ^ 1);
+    ptx::store_shared(shared.number(), static_cast<unsigned>(number));
+    ptx::store_shared(shared.head_before(), static_cast<unsigned>(head_before));
+  };
+#pragma unroll 1
+  while (next < blocks) {
+    const Work work = Work::of(p, next);
+    const int head_index = work.batch * p.heads_kv + work.head_kv;
+    if (work.keys > 0) {
+      describe(next);
+      head_before = head_index;
+      ++keys;
+      if (work.steps > 0) {
+        load_keys(params, shared, work);
+      } else {
+        hopper::barrier_arrive(shared.keys_full());
+      }
+    } else {
+      count_finished(p, head_index, kFinished);
+    }
+    ptx::wait_on_dependencies();
+    hopper::fence_proxy_async_global();  // as above
+    next = gridDim.x;
+    if (next < blocks) next += atomicAdd(p.next_block, 1);
+    if (work.keys <= 0) continue;
+    Position at(p, work);
+#pragma unroll 1
+    for (int i = 0; i < work.steps; ++i, ++step) {
+      load_queries(params, shared, work, at, step);
+      at.advance(p, work);
+      // Postprocess may begin, too. Not before the first loads, as the number takes its time.
+      if (i > 0 && next >= blocks) ptx::launch_dependents();
+    }
+  }
+  describe(-1);
+  hopper::barrier_arrive(shared.keys_full());
 }
 
 // The same value, from here on: what is computed of it, descriptors of the walk's products, is not kept in registers.
@@ -213,41 +287,52 @@ __device__ __forceinline__ void clear_tail(unsigned tile, int valid) {
   }
 }
 
-// Rounds this warp's 16 keys of dK or dV to 16 bit and writes them out through its rows of a key tile.
-__device__ __forceinline__ void store_keys(const float (&d)[kGradients], float factor, unsigned key_tile, void* tensor,
+// Rounds this warp's 16 keys of dK or dV to 16 bit and writes them out through 16 rows of a tile in shared memory.
+template <int kPanelBytes>
+__device__ __forceinline__ void store_keys(const float (&d)[kGradients], float factor, unsigned rows, void* tensor,
                                            const flash_attn::Strides& stride, const Work& work, int columns,
-                                           int first_row, int first_panel) {
-  const int lane = threadIdx.x % 32;
-  key_tile += first_panel * kKeyPanel;
+                                           int first_row, int first_panel, int lane) {
 #pragma unroll
   for (int j = 0; j < kGradientColumns / 8; ++j) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      ptx::store_shared(
-          key_tile + j / 8 * kKeyPanel + tile::swizzled(first_row + lane / 4 + 8 * half, j % 8) + lane % 4 * 4,
-          ptx::pack<kBf16>(d[4 * j + 2 * half] * factor, d[4 * j + 2 * half + 1] * factor));
+      ptx::store_shared(rows + j / 8 * kPanelBytes + tile::swizzled(lane / 4 + 8 * half, j % 8) + lane % 4 * 4,
+                        ptx::pack<kBf16>(d[4 * j + 2 * half] * factor, d[4 * j + 2 * half + 1] * factor));
     }
   }
   __syncwarp();
 #pragma unroll
   for (int pass = 0; pass < 4; ++pass) {
-    const int row = first_row + pass * 4 + lane / 8;
+    const int place = pass * 4 + lane / 8, row = first_row + place;
 #pragma unroll
     for (int panel = 0; panel < kGradientPanels; ++panel) {
       if (row < work.keys && (first_panel + panel) * 64 + lane % 8 * 8 < columns) {
         char* const destination = tile::destination(tensor, stride, work.batch, work.head_kv,
                                                     work.sequence.k_row + work.first_key + row, lane);
         *reinterpret_cast<uint4*>(destination + (first_panel + panel) * tile::kRowBytes) =
-            ptx::load_shared_16(key_tile + panel * kKeyPanel + tile::swizzled(row, lane % 8));
+            ptx::load_shared_16(rows + panel * kPanelBytes + tile::swizzled(place, lane % 8));
       }
     }
   }
 }
 
-__device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Shared& shared, const Work& work) {
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;
-  const int lane = threadIdx.x % 32;
-  const int warp = threadIdx.x / 32 % 4;
+// One lane of a consumer warp: all that the warp adds to a head's dQ for a key block is there, but for its last kPending sums.
+template <int kPending>
+__device__ __forceinline__ void finish(const flash_attn::BwdParams& p, int head_index) {
+  if constexpr (!kWide) hopper::wait_for_sums<kPending>();
+  count_finished(p, head_index, 1);
+}
+
+// A consumer's part of a key block, before which were `first_step` steps of others.
+__device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Shared& shared, Work work, unsigned thread,
+                                        int first_step) {
+  if constexpr (kPersistent) {
+    work.make_uniform();
+    first_step = uniform(first_step);
+  }
+  const int group = uniform(thread / 128) - 1;
+  const int lane = thread % 32;
+  const int warp = thread / 32 % 4;
   const int first_key = (kWide ? 0 : group * 64) + warp * 16;  // of this warp's 16
   const int first_query_row = kWide ? group * kScoreQueries : 0;
   const int first_panel = kWide ? group * kGradientPanels : 0;
@@ -284,6 +369,10 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   float4 lse[kScoreQueries / 16], delta[kScoreQueries / 16];
 
   Position next(p, work);    // of S and dP
+  if constexpr (kPersistent) {
+    next.head = uniform(next.head);
+    next.tile = uniform(next.tile);
+  }
   int tile_now = next.tile;  // of dV and dK
   int tile_before = next.tile;  // of dQ, a step behind
   int tile_dq = next.tile;      // of dQ that leaves: with two buffers two steps behind; wide, none
@@ -378,7 +467,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
     }
     hopper::add_floats(accumulator(), place + dq_piece, kDqBytes / 4);
     if (p.deterministic) {
-      hopper::wait_for_sums();
+      hopper::wait_for_sums<0>();
       pass_turn();
     }
   };
@@ -435,7 +524,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
     }
     // Past this barrier, the other stage of dS is complete and this one has been read. In the first step, the product
     // multiplies what happens to be there, for nothing.
-    if (i > 0) hopper::barrier_wait(shared.ds_full(stage ^ 1), parity(i - 1));
+    if (i > first_step) hopper::barrier_wait(shared.ds_full(stage ^ 1), parity(i - 1));
     store_scores(shared.ds + stage * kScoreBytes, ds_operand);
     float dq[kDqWidth / 2];
     hopper::wgmma_fence();
@@ -455,7 +544,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
       }
     };
     if constexpr (kDqBuffers == 2) {
-      leave(i > 1, shared.staged + (stage ^ 1) * kDqTile);
+      leave(i > first_step + 1, shared.staged + (stage ^ 1) * kDqTile);
       tile_dq = tile_before;
       tile_before = tile_now;
       stage_dq(dq, shared.staged + stage * kDqTile);
@@ -466,7 +555,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
     if (kDqBuffers == 2 && lane == 0) hopper::barrier_arrive(shared.empty(stage));
     if constexpr (decltype(more)::value) begin_scores(i + 1);
     if constexpr (kDqBuffers == 1) {
-      leave(i > 0, shared.staged);
+      leave(i > first_step, shared.staged);
       tile_dq = tile_now;
     }
     tile_now = next.tile;
@@ -508,21 +597,21 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   };
 
   if (work.steps > 0) {
-    hopper::barrier_wait(shared.keys_full(), 0);
+    if constexpr (!kPersistent) hopper::barrier_wait(shared.keys_full(), 0);
     if (work.keys < kBlockN) {
       clear_tail<kBlockN>(shared.k, work.keys);
       clear_tail<kBlockN>(shared.v, work.keys);
       hopper::fence_proxy_async();
       hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
     }
-    begin_scores(0);
-    finish_scores(0);
-    const int last = work.steps - 1;
+    begin_scores(first_step);
+    finish_scores(first_step);
+    const int last = first_step + work.steps - 1;
     if constexpr (kWide) {
-      for (int i = 0; i < last; ++i) wide_step(i, tile::True{});
+      for (int i = first_step; i < last; ++i) wide_step(i, tile::True{});
       wide_step(last, tile::False{});
     } else {
-      for (int i = 0; i < last; ++i) step(i, tile::True{});
+      for (int i = first_step; i < last; ++i) step(i, tile::True{});
       step(last, tile::False{});
       hopper::barrier_wait(shared.ds_full(last % kStages), parity(last));
       float dq[kDqWidth / 2];
@@ -532,7 +621,7 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
       if constexpr (kDqBuffers == 2) {
         hopper::fence_proxy_async();
         __syncwarp();
-        if (lane == 0 && last > 0) add_staged_dq(shared.staged + last % 2 * kDqTile);
+        if (lane == 0 && last > first_step) add_staged_dq(shared.staged + last % 2 * kDqTile);
         tile_dq = tile_before;
         place += (last + 1) % 2 * kDqTile;
       }
@@ -547,20 +636,73 @@ __device__ __forceinline__ void consume(const flash_attn::BwdParams& p, const Sh
   hopper::hold(dk);
   hopper::hold(dv);
 
-  // dK and dV take the place of K and V, which no product reads any more.
-  hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
-  unsigned block;  // not blockIdx.x: what is computed again is not kept in registers over the walk
-  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(block));
-  const Work same = Work::of(p, static_cast<int>(block));
-  store_keys(dk, p.scale, shared.k, p.dk, p.dk_stride, same, p.head_dim, first_key, first_panel);
-  store_keys(dv, 1.0f, shared.v, p.dv, p.dv_stride, same, p.head_dim_v, first_key, first_panel);
-  // All that this warp adds to dQ is there, and preprocess has run even where this block did not wait for its results.
-  __syncwarp();
-  if (lane == 0) {
-    if constexpr (!kWide) hopper::wait_for_sums();
-    ptx::wait_on_dependencies();
-    ptx::add_release(p.dq_finished + same.batch * p.heads_kv + same.head_kv, 1);
+  const int end_step = first_step + work.steps;
+  // What is computed again is not kept in registers over the walk.
+  if constexpr (kPersistent) {
+    unsigned same_thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(same_thread));
+    const int same_lane = same_thread % 32;
+    int number = 0, head_before = 0;  // by the one lane that says when they have been read
+    if (same_lane == 0) {
+      number = ptx::load_shared_int(shared.number());
+      head_before = ptx::load_shared_int(shared.head_before());
+    }
+    const Work same = Work::of(p, uniform(number));
+    const int same_warp = same_thread / 32 - 4;
+    if (same_lane == 0) {
+      hopper::barrier_arrive(shared.keys_empty());
+      if (head_before >= 0) {
+        // What the last key block added is there by now, if this one added something since.
+        if (same.steps > 1) {
+          finish<2>(p, head_before);
+        } else {
+          finish<0>(p, head_before);
+        }
+      }
+      hopper::wait_for_reads<1>();
+    }
+    __syncwarp();
+    // dK and dV leave through the buffer that dQ did not leave through just now.
+    constexpr int kPiecePanel = 16 * tile::kRowBytes;
+    static_assert(kGradientPanels * kPiecePanel <= kDqBytes / 4);
+    const unsigned piece = shared.staged + (end_step + 1) % 2 * kDqTile + same_warp * (kDqBytes / 4);
+    store_keys<kPiecePanel>(dk, p.scale, piece, p.dk, p.dk_stride, same, p.head_dim, same_warp * 16, 0,
+                            same_lane);
+    __syncwarp();
+    store_keys<kPiecePanel>(dv, 1.0f, piece, p.dv, p.dv_stride, same, p.head_dim_v, same_warp * 16, 0,
+                            same_lane);
+    if (same_lane == 0) hopper::wait_for_reads<0>();  // the next walk begins with the other buffer
+  } else {
+    // dK and dV take the place of K and V, which no product reads any more.
+    hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
+    unsigned same_block;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(same_block));
+    const Work same = Work::of(p, static_cast<int>(same_block));
+    const unsigned rows = first_panel * kKeyPanel + first_key * tile::kRowBytes;
+    store_keys<kKeyPanel>(dk, p.scale, shared.k + rows, p.dk, p.dk_stride, same, p.head_dim, first_key, first_panel,
+                          lane);
+    store_keys<kKeyPanel>(dv, 1.0f, shared.v + rows, p.dv, p.dv_stride, same, p.head_dim_v, first_key, first_panel,
+                          lane);
+    __syncwarp();
+    if (lane == 0) finish<0>(p, same.batch * p.heads_kv + same.head_kv);
   }
+  return end_step;
+}
+
+// Every key block that the producer has taken.
+__device__ __forceinline__ void consume_all(const flash_attn::BwdParams& p, const Shared& shared) {
+  unsigned thread;  // kept, not read again all the time
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  int step = 0;
+  for (int keys = 0;; ++keys) {
+    hopper::barrier_wait(shared.keys_full(), keys & 1);
+    const int number = uniform(ptx::load_shared_int(shared.number()));
+    if (number < 0) break;
+    step = consume(p, shared, Work::of(p, number), thread, step);
+  }
+  const int head_before = ptx::load_shared_int(shared.head_before());
+  __syncwarp();
+  if (thread % 32 == 0 && head_before >= 0) finish<0>(p, head_before);
 }
 
 }  // namespace
@@ -573,16 +715,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     flash_bwd(const __grid_constant__ flash_attn::BwdTmaParams p) {
   const Work work = Work::of(p.bwd, blockIdx.x);
-  if (work.keys <= 0) {
+  if (!kPersistent && work.keys <= 0) {
     if (threadIdx.x == 0) {
       begin();
-      ptx::add_release(p.bwd.dq_finished + work.batch * p.bwd.heads_kv + work.head_kv, kFinished);
+      count_finished(p.bwd, work.batch * p.bwd.heads_kv + work.head_kv, kFinished);
     }
     return;
   }
   const Shared shared(ptx::shared_address(shared_memory));
   if (threadIdx.x == 0) {
     hopper::barrier_init(shared.keys_full(), 1);
+    if (kPersistent) hopper::barrier_init(shared.keys_empty(), 4 * kConsumers);
     for (int stage = 0; stage < kStages; ++stage) {
       hopper::barrier_init(shared.full(stage), 1);
       hopper::barrier_init(shared.empty(stage), 4 * kConsumers);
@@ -594,10 +737,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < 128) {
     hopper::give_registers<kConsumers == 3 ? 32 : 24>();
-    if (threadIdx.x == 0) produce(p, shared, work);
+    if (threadIdx.x == 0) {
+      if constexpr (kPersistent) {
+        produce_all(p, shared);
+      } else {
+        produce(p, shared, work);
+      }
+    }
   } else {
     hopper::take_registers<kConsumers == 3 ? 160 : 240>();
-    consume(p.bwd, shared, work);
+    if constexpr (kPersistent) {
+      consume_all(p.bwd, shared);
+    } else {
+      consume(p.bwd, shared, work, threadIdx.x, 0);
+    }
   }
 }
 

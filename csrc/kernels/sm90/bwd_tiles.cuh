@@ -80,6 +80,7 @@ __device__ __forceinline__ void preprocess(const flash_attn::BwdParams& p) {
   const QueryTile at(p);
   ptx::launch_dependents();
   if (thread == 0 && blockIdx.x < p.batch * p.heads_kv) p.dq_finished[blockIdx.x] = 0;
+  if (thread == 0 && blockIdx.x == 0) *p.next_block = 0;
   if (at.rows <= 0) return;
   const long long first_row = at.sequence.q_row + at.block_m * kBlockM;
   const long long lse_row = at.batch * p.lse_batch_stride + at.head * p.lse_head_stride + first_row;

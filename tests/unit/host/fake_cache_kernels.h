@@ -269,8 +269,15 @@ inline void compute(const std::string& key, const std::string& entry, Tile tile,
     }
   } else {
     const BwdParams params = params_of<BwdParams>(bytes);  // with maps too, these come first
-    if (has("bwd-sm90") && entry == "flash_bwd") check_maps(params_of<BwdTmaParams>(bytes), kind, tile);
-    for (int index = 0; index < grid; ++index) {
+    int blocks = grid;
+    if (has("bwd-sm90") && entry == "flash_bwd") {
+      check_maps(params_of<BwdTmaParams>(bytes), kind, tile);
+      if (flash_attn::bwd_is_persistent(kind.head_dim)) {
+        blocks = params.batch * params.heads_kv * params.blocks_n;
+        require(grid == blocks || (grid < blocks && *params.next_block == 0), "a counter that is not 0");
+      }
+    }
+    for (int index = 0; index < blocks; ++index) {
       if (entry == "flash_bwd_preprocess") bwd_preprocess(params, kind, tile, index);
       if (entry == "flash_bwd") bwd(params, kind, tile, index);
       if (entry == "flash_bwd_postprocess") bwd_postprocess(params, kind, tile, index);

@@ -214,6 +214,7 @@ inline long long tile_of(const Head<BwdParams>& head, Tile tile, int block) {
 
 inline void bwd_preprocess(const BwdParams& p, Kind kind, Tile tile, int index) {
   const int head_index = index / p.blocks_m, block = index % p.blocks_m;
+  if (index == 0) *p.next_block = 0;
   const Head<BwdParams> head(p, kind, head_index / p.heads, head_index % p.heads);
   if (block * tile.block_m >= head.seqlen_q) return;
   const Rows dout = head.queries(p.dout, p.dout_stride), out = head.queries(p.out, p.out_stride);

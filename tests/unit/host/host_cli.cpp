@@ -29,6 +29,7 @@ struct Shape {
   long long packed_q;  // rows of packed queries, or -1
   fa::Preference preference;
   long long sm_margin;
+  bool any_order;  // of a backward: not deterministic
 };
 
 bool read_shape(const char* text, Shape* shape) {
@@ -41,6 +42,7 @@ bool read_shape(const char* text, Shape* shape) {
   shape->preference = strstr(text, " latency") != nullptr ? fa::Preference::latency : fa::Preference::throughput;
   const char* const margin = strstr(text, " margin ");
   shape->sm_margin = margin != nullptr ? atoll(margin + strlen(" margin ")) : 0;
+  shape->any_order = strstr(text, " any_order") != nullptr;
   shape->dtype = strcmp(dtype, "bf16") == 0   ? fa::Dtype::bf16
                  : strcmp(dtype, "e4m3") == 0 ? fa::Dtype::e4m3
                                               : fa::Dtype::fp16;
@@ -132,7 +134,7 @@ std::string run_kernel(fa::Op op, const Shape& shape) {
     params.q_stride = params.dout_stride = query_stride;
     params.k_stride = params.v_stride = key_stride;
     params.lse_head_stride = shape.seqlen_q;
-    params.deterministic = 1;
+    params.deterministic = shape.any_order ? 0 : 1;
     const fa::BwdWorkspace workspace = fa::bwd_workspace(kernel, params, shape.packed_q);
     // Only the addresses matter here: nothing is computed.
     alignas(64) static float origin[1];
