@@ -20,7 +20,7 @@ from .problem import Problem
 __all__ = ["FWD_FP8", "FWD_FP8_OUTPUT", "FWD_ROUNDED", "fp8_options"]
 
 # q, k and v are float8_e4m3fn, out is bfloat16; the factors are fp32 (B, Hk), or (B, H or Hk, blocks) for 64 rows each
-# (see checks.factor_blocks), None for 1. The rest is fwd_general's, without what FP8 kernels lack.
+# (see checks.descale_blocks), None for 1. The rest is fwd_general's, without what FP8 kernels lack.
 define(
     "fwd_fp8(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, Tensor? leftpad_k, "

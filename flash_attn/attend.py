@@ -69,6 +69,10 @@ class Request(NamedTuple):
     v_descale: Tensor | None = None
     sm_margin: int = 0
 
+    @property
+    def descales(self) -> checks.Descales:
+        return self.q_descale, self.k_descale, self.v_descale
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     """Attention of q, k and v, with gradients where they are wanted."""
@@ -77,7 +81,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
     q, k, v = checks.check_qkv(q, k, v, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None, fp8=True)
     if q.dtype is checks.FP8:
         return attend_fp8(q, k, v, request)
-    _check_no_descales(q, request)
+    checks.check_no_descales(q, request.descales)
     if request.qv is not None:
         checks.check_qv(q, request.qv, v.shape[-1])
         q, k = torch.cat((q, request.qv.to(q.dtype)), dim=-1), torch.cat((k, v), dim=-1)
@@ -105,7 +109,7 @@ def attend_packed(q: Tensor | None, packed: Tensor, request: Request) -> Result:
     checks.check_qkv(query, key, value, request.cu_seqlens_q is not None, request.cu_seqlens_k is not None, fp8=True)
     if query.dtype is checks.FP8:
         return attend_fp8(query, key, value, request)
-    _check_no_descales(query, request)
+    checks.check_no_descales(query, request.descales)
     p = problem_of(query, key.shape, request)
     wanted = torch.is_grad_enabled() and (packed.requires_grad or any(_requires_grad(x) for x in (q, p.sink)))
     deterministic = bool(request.deterministic)
@@ -130,7 +134,7 @@ def attend_fp8(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Result:
         q_descale=request.q_descale, k_descale=request.k_descale, v_descale=request.v_descale,
     )  # fmt: skip
     p = problem_of(q, k.shape, request)
-    out, lse = forward_fp8(q, k, v, p, request.q_descale, request.k_descale, request.v_descale)
+    out, lse = forward_fp8(q, k, v, p, request.descales)
     return _result(out, k, out, lse, p, request)  # without dropout, of q only the dtype of an empty tensor counts
 
 
@@ -143,32 +147,15 @@ def check_no_gradient(**tensors: Tensor | None) -> None:
             )
 
 
-def forward_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    p: Problem,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def forward_fp8(q: Tensor, k: Tensor, v: Tensor, p: Problem, descales: checks.Descales) -> tuple[Tensor, Tensor]:
     """out in bf16 and the log-sum-exp; checks the factors."""
-    batch, heads_kv = p.batch(q), k.shape[-2]
     packed_q, packed_k = p.cu_seqlens_q is not None, p.cu_seqlens_k is not None
-    descales = (
-        checks.descale_of("q_descale", q_descale, batch, heads_kv, q, q.shape[-2], q.shape[-3], packed_q),
-        checks.descale_of("k_descale", k_descale, batch, heads_kv, q, heads_kv, k.shape[-3], packed_k),
-        checks.descale_of("v_descale", v_descale, batch, heads_kv, q, heads_kv, v.shape[-3], packed_k),
-    )
+    descales = checks.descales_of(descales, p.batch(q), q, k.shape[-2], k.shape[-3], packed_q, packed_k)
     if p.softmax_scale <= 0.0:  # exact: a sign, or zeros. torch has no arithmetic of FP8
         wide, p = positive_scale(q.to(torch.float32), p)
         q = wide.to(q.dtype)
     result: tuple[Tensor, Tensor] = FWD_FP8(q, k, v, *descales, *fp8_options(p))
     return result
-
-
-def _check_no_descales(q: Tensor, r: Request) -> None:
-    checks.check_no_descales(q, q_descale=r.q_descale, k_descale=r.k_descale, v_descale=r.v_descale)
 
 
 def problem_of(q: Tensor, k_shape: Sequence[int], r: Request) -> Problem:
@@ -312,7 +299,7 @@ def _attend_pages(q: Tensor, k: Tensor, v: Tensor, r: Request) -> Result:
     if lacking or q.dim() != 3 or not decoding_is_faster(q.shape[0], q.shape[1], batch, k.shape[2], True):
         return attend(q, gather_pages(k, block_table), gather_pages(v, block_table), r)
     q, k, v = checks.check_qkv(q, k, v, packed_q=True)
-    _check_no_descales(q, r)
+    checks.check_no_descales(q, r.descales)
     p = problem_of(q, (batch, block_table.shape[1] * k.shape[1]), r)
     q, p = positive_scale(q, p)
     out, lse = DECODE(

@@ -22,10 +22,11 @@ from .reference import lse_dtype
 
 __all__ = [
     "CPU_DTYPES",
-    "FACTOR_ROWS",
+    "DESCALE_ROWS",
     "FP8",
     "KERNEL_DTYPES",
     "MAX_HEAD_DIM",
+    "Descales",
     "alibi_slopes_of",
     "attention_chunk_of",
     "autocast",
@@ -36,8 +37,8 @@ __all__ = [
     "check_qv",
     "check_softcap",
     "cu_seqlens_of",
-    "descale_of",
-    "factor_blocks",
+    "descale_blocks",
+    "descales_of",
     "has_numbers",
     "length_of",
     "number_of",
@@ -58,7 +59,9 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*KERNEL_DTYPES, torch.float32, torch.float64)
 # For the functions that have an FP8 form.
 FP8 = torch.float8_e4m3fn
-FACTOR_ROWS = 64  # of a head, that have a factor together where factors are of blocks
+DESCALE_ROWS = 64  # of a head, that have a factor together where factors are of blocks
+Descales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of q, k and v
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 _DTYPES_WITH_FP8 = (*KERNEL_DTYPES, FP8)
 _DEVICES = ("cuda", "cpu", "meta")
 _NUMBERS = (float, int, torch.SymFloat, torch.SymInt, numbers.Real)
@@ -184,27 +187,40 @@ def _check_ranks(q: Tensor, k: Tensor, v: Tensor, packed_q: bool, packed_k: bool
             raise ShapeError(f"{name} must have {rank} dimensions, {layout}, got {x.dim()}: {sizes(x)}.")
 
 
-def check_no_descales(q: Tensor, **descales: Tensor | None) -> None:
-    for name, x in descales.items():
+def check_no_descales(q: Tensor, descales: Descales) -> None:
+    for name, x in zip(_DESCALES, descales, strict=True):
         if x is not None:
             raise ArgumentError(f"{name} is for FP8 inputs and must be None here: q is {q.dtype}.")
 
 
-def factor_blocks(rows: int, sequences: int | None = None) -> int:
+def descale_blocks(rows: int, sequences: int | None = None) -> int:
     """Blocks of a head that have factors: of the rows of one sequence, or of all rows of packed ``sequences``.
 
-    A block is FACTOR_ROWS rows from a multiple of as many on, counted from the sequence's first row. Packed, block i of
-    sequence b is number ``cu_seqlens[b] // FACTOR_ROWS + b + i``: so all have room, and a few numbers are no block's.
+    A block is DESCALE_ROWS rows from a multiple of as many on, counted from the sequence's first row. Packed, block i
+    of sequence b is number ``cu_seqlens[b] // DESCALE_ROWS + b + i``: so all have room, and a few numbers are no
+    block's.
     """
-    return -(-rows // FACTOR_ROWS) if sequences is None else rows // FACTOR_ROWS + sequences
+    return -(-rows // DESCALE_ROWS) if sequences is None else rows // DESCALE_ROWS + sequences
 
 
 def packed_block(first: Tensor, sequence: Tensor | int, row: Tensor) -> Tensor:
-    """The number, by factor_blocks, of the block of packed rows ``row`` of a sequence that begins at row ``first``."""
-    return first // FACTOR_ROWS + sequence + (row - first) // FACTOR_ROWS
+    """The number, by descale_blocks, of the block of packed rows ``row`` of a sequence that begins at row ``first``."""
+    return first // DESCALE_ROWS + sequence + (row - first) // DESCALE_ROWS
 
 
-def descale_of(
+def descales_of(
+    descales: Descales, batch: int, q: Tensor, heads_kv: int, rows_k: int, packed_q: bool, packed_k: bool
+) -> Descales:
+    """The factors of q and of keys and values that have ``rows_k`` rows, each as it is read."""
+    of_q, of_k, of_v = descales
+    return (
+        _descale_of("q_descale", of_q, batch, heads_kv, q, q.shape[-2], q.shape[-3], packed_q),
+        _descale_of("k_descale", of_k, batch, heads_kv, q, heads_kv, rows_k, packed_k),
+        _descale_of("v_descale", of_v, batch, heads_kv, q, heads_kv, rows_k, packed_k),
+    )
+
+
+def _descale_of(
     name: str, x: Any, batch: int, heads_kv: int, q: Tensor, heads: int, rows: int, packed: bool
 ) -> Tensor | None:
     """An optional fp32 (B, Hk), or (B, heads, blocks of rows), or (1, heads, blocks) if packed, with any strides.
@@ -217,10 +233,10 @@ def descale_of(
     same_device(name, descale, q)
     if descale.dtype != torch.float32:
         raise DtypeError(f"{name} must be torch.float32, got {descale.dtype}.")
-    blocks = (1 if packed else batch, heads, factor_blocks(rows, batch if packed else None))
+    blocks = (1 if packed else batch, heads, descale_blocks(rows, batch if packed else None))
     if tuple(descale.shape) not in ((batch, heads_kv), blocks):
         raise ShapeError(
-            f"{name} must have shape (B, Hk), ({batch}, {heads_kv}) here, or that of factors for {FACTOR_ROWS} rows, "
+            f"{name} must have shape (B, Hk), ({batch}, {heads_kv}) here, or that of factors for {DESCALE_ROWS} rows, "
             f"{blocks} here, got {sizes(descale)}."
         )
     return descale

@@ -195,16 +195,16 @@ class _Rows:
             batch = cu_seqlens.shape[0] - 1
             self.of_packed, self.numbers = sequence_of_rows(cu_seqlens, rows), batch
             if by_block:
-                self.numbers = checks.factor_blocks(rows, batch)
+                self.numbers = checks.descale_blocks(rows, batch)
                 self.of_packed = _packed_blocks(cu_seqlens, self.of_packed)
         elif by_block:
-            self.numbers = checks.factor_blocks(rows)
+            self.numbers = checks.descale_blocks(rows)
 
     def of_row(self, rows: int, device: torch.device) -> Tensor | None:
         """int64 (S) or (T): the number of each of a slab's rows; None where all have the same."""
         if self.packed or not self.by_block:
             return self.of_packed
-        return torch.arange(rows, device=device) // checks.FACTOR_ROWS
+        return torch.arange(rows, device=device) // checks.DESCALE_ROWS
 
     def heads(self, heads: int, heads_kv: int) -> int:
         """Heads that have factors of their own."""
@@ -261,11 +261,11 @@ def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
 
 
 def _packed_blocks(cu_seqlens: Tensor, sequence: Tensor) -> Tensor:
-    """int64 (T): the number of the block that each packed row is in, by checks.factor_blocks; in none, their count."""
+    """int64 (T): the number of the block that each packed row is in, by checks.descale_blocks; in none, their count."""
     rows, batch = sequence.shape[0], cu_seqlens.shape[0] - 1
     row = torch.arange(rows, device=cu_seqlens.device)
     block = checks.packed_block(cu_seqlens[sequence], sequence, row)
-    return torch.where(sequence < batch, block, checks.factor_blocks(rows, batch))
+    return torch.where(sequence < batch, block, checks.descale_blocks(rows, batch))
 
 
 def _rounded(
@@ -281,7 +281,7 @@ def _rounded(
         kernels = kernels_of("_fp8_kernels")
         result, factors = kernels.rounded(
             x[None] if rows.packed else x, mean, key, rows.used, rows.of_packed, rows.numbers,
-            checks.FACTOR_ROWS if rows.by_block and not rows.packed else 0, heads, _OUTLIER**2, _SHARE,
+            checks.DESCALE_ROWS if rows.by_block and not rows.packed else 0, heads, _OUTLIER**2, _SHARE,
         )  # fmt: skip
         return result[0] if rows.packed else result, rows.given(factors)
     result, factors = _rounded_in_torch(x, rows, heads, mean, key)
@@ -573,7 +573,7 @@ def attend_in_steps(
     q_fp8, q_descale = _rounded(q, rows_q, heads_kv, key=key)
     k_fp8, k_descale = _rounded(k, rows_k, heads_kv, mean_k, key)
     v_fp8, v_descale = _rounded(v, rows_k, heads_kv, mean_v)
-    out, lse = forward_fp8(q_fp8, k_fp8, v_fp8, p, q_descale, k_descale, v_descale)
+    out, lse = forward_fp8(q_fp8, k_fp8, v_fp8, p, (q_descale, k_descale, v_descale))
     if mean_v is not None:
         of_head = mean_v.repeat_interleave(q.shape[-2] // heads_kv, 0)
         sees_no_key = lse.transpose(-1, -2)[..., None] == float("-inf")

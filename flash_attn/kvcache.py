@@ -170,12 +170,15 @@ def flash_attn_with_kvcache(
     splits = checks.length_of("num_splits", num_splits)
     cache = _cache_of(q, k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, cu_seqlens_q)
     fp8 = q.dtype is checks.FP8
+    descales = (q_descale, k_descale, v_descale)
     if fp8:
         _check_fp8(cache, k, rotary_cos=rotary_cos, rotary_sin=rotary_sin, alibi_slopes=alibi_slopes, qv=qv)
-        q_descale, k_descale, v_descale = map(_detached, (q_descale, k_descale, v_descale))
-        _check_descales(q, cache, cu_seqlens_q is not None, q_descale, k_descale, v_descale)
+        descales = (_detached(q_descale), _detached(k_descale), _detached(v_descale))
+        # As forward_fp8 is going to, before the cache is written.
+        packed = cu_seqlens_q is not None
+        checks.descales_of(descales, cache.batch, q, cache.k.shape[2], cache.capacity, packed, False)
     else:
-        checks.check_no_descales(q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+        checks.check_no_descales(q, descales)
     heads = q.shape[-2]
     alibi = checks.alibi_slopes_of(alibi_slopes, cache.batch, heads, q)
     sink = checks.sink_of(learnable_sink, heads, q)
@@ -244,7 +247,7 @@ def flash_attn_with_kvcache(
             softcap=float(softcap),
         )
         if fp8:
-            out, lse = forward_fp8(q, keys, values, p, q_descale, k_descale, v_descale)
+            out, lse = forward_fp8(q, keys, values, p, descales)
         else:
             out, lse = forward_without_gradient(q, keys, values, p)
     return (out, lse) if return_softmax_lse else out
@@ -386,16 +389,6 @@ def _check_cache_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, packed_q: 
         checks.check_qkv(q[None, :0], k_cache[:1, :0], v_cache[:1, :0], fp8=True)
     else:
         checks.check_qkv(q[:0], k_cache[:0], v_cache[:0], fp8=True)
-
-
-def _check_descales(
-    q: Tensor, cache: _Cache, packed: bool, q_descale: Tensor | None, k_descale: Tensor | None, v_descale: Tensor | None
-) -> None:
-    """As forward_fp8 is going to, before the cache is written."""
-    heads_kv = cache.k.shape[2]
-    checks.descale_of("q_descale", q_descale, cache.batch, heads_kv, q, q.shape[-2], q.shape[-3], packed)
-    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
-        checks.descale_of(name, x, cache.batch, heads_kv, q, heads_kv, cache.capacity, False)
 
 
 def _check_fp8(cache: _Cache, k: Tensor | None, **options: Tensor | None) -> None:

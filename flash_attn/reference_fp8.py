@@ -38,7 +38,7 @@ def _factors(
         return _by_head(descale[number, None], heads, dtype)
     row = torch.arange(rows.start, rows.stop, device=descale.device)
     if cu_seqlens is None:
-        return _by_head(descale[number, :, row // checks.FACTOR_ROWS].transpose(0, 1), heads, dtype)
+        return _by_head(descale[number, :, row // checks.DESCALE_ROWS].transpose(0, 1), heads, dtype)
     block = checks.packed_block(cu_seqlens[number], number, row)
     return _by_head(descale[0, :, block].transpose(0, 1), heads, dtype)
 

@@ -70,7 +70,7 @@ def _nearest(x):
 def _largest_kernel(
     x_pointer, mean_pointer, used_pointer, number_pointer, largest_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, numbers, factor_rows, factor_heads, group, key, scale,
+    tiles, row_count, column_count, numbers, descale_rows, factor_heads, group, key, scale,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
@@ -92,7 +92,7 @@ def _largest_kernel(
         number = tl.load(number_pointer + rows, mask=counted, other=0)
         tl.atomic_max(largest_pointer + number * factor_heads, of_row, mask=counted)
     else:
-        number = tl.program_id(0) % tiles * BLOCK_M // factor_rows
+        number = tl.program_id(0) % tiles * BLOCK_M // descale_rows
         tl.atomic_max(largest_pointer + number * factor_heads, tl.max(of_row, 0))
 
 
@@ -100,7 +100,7 @@ def _largest_kernel(
 def _round_kernel(
     x_pointer, mean_pointer, number_pointer, descale_pointer, out_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, heads, numbers, factor_rows, factor_heads, group, key, scale, outlier, share,
+    tiles, row_count, column_count, heads, numbers, descale_rows, factor_heads, group, key, scale, outlier, share,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
@@ -115,7 +115,7 @@ def _round_kernel(
         number = tl.load(number_pointer + rows, mask=rows < row_count, other=0)  # one beyond all for rows of none
         descale = tl.load(descale_pointer + number * factor_heads)[:, None]
     else:
-        number = tl.program_id(0) % tiles * BLOCK_M // factor_rows
+        number = tl.program_id(0) % tiles * BLOCK_M // descale_rows
         descale = tl.load(descale_pointer + number * factor_heads)
     width = column_count
     if ROTATE:
@@ -144,7 +144,7 @@ def rounded(
     used: Tensor | None,
     of_row: Tensor | None,
     numbers: int,
-    factor_rows: int,
+    descale_rows: int,
     factor_heads: int,
     outlier: float,
     share: float,
@@ -153,7 +153,7 @@ def rounded(
 
     ``mean`` (H, D) is taken off first, then ``key``'s signs and Hadamard's matrix rotate; ``used``: bool (B, S), rows
     that count; ``of_row``: of packed rows, int64 (S), the number of each one's factor, ``numbers`` for rows that have
-    none; of others, each ``factor_rows`` rows have a factor or, if that is 0, all; ``outlier``: the square of how many
+    none; of others, each ``descale_rows`` rows have a factor or, if that is 0, all; ``outlier``: the square of how many
     times the root mean square of its row an outlier has; ``share``: of its error, what each of two further roundings
     makes up for.
     """
@@ -165,16 +165,16 @@ def rounded(
     places = numbers + 1 if batch == 1 else numbers
     largest = torch.zeros(batch, places, factor_heads, dtype=torch.float32, device=x.device)
     block_m = max(1, 8192 // columns)
-    if factor_rows > 0:  # a power of two: a tile is of one block
-        block_m = min(block_m, factor_rows)
+    if descale_rows > 0:  # a power of two: a tile is of one block
+        block_m = min(block_m, descale_rows)
     else:
-        factor_rows = rows + block_m
+        descale_rows = rows + block_m
     tiles = triton.cdiv(rows, block_m)
     constants = {"ROTATE": key is not None, "BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
     key = 0 if key is None else key
     scale = out_dim**-0.5
     grid = (batch * tiles, heads)
-    place = (places, factor_rows, factor_heads, heads // factor_heads)
+    place = (places, descale_rows, factor_heads, heads // factor_heads)
     if x.numel() > 0:
         _largest_kernel[grid](
             x, mean, used, of_row, largest, *x.stride(), tiles, rows, head_dim, *place, key, scale, **constants
