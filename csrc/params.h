@@ -80,7 +80,7 @@ struct FwdTmaParams {
 // What a quantised tensor's elements are multiplied by: a factor for each (batch, KV head), or one for each block of
 // kDescaleRows rows of each of the tensor's own heads, for mask kind `general` alone. Blocks are counted from a sequence's
 // first row in memory, whatever leftpad_k says. Block i of sequence b and head h has number (b * heads + h) * blocks + i;
-// if packed, h * blocks + cu_seqlens[b] / kDescaleRows + b + i. Factors of blocks are not negative.
+// if packed, h * blocks + cu_seqlens[b] / kDescaleRows + b + i. No factor is negative; of 0, what it multiplies is 0.
 constexpr int kDescaleRows = 64;
 struct Descale {
   const float* data;  // null: 1

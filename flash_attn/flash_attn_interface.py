@@ -107,7 +107,9 @@ def flash_attn_func(
         q_descale, k_descale, v_descale: fp32 (B, Hk), for FP8 inputs alone (see below): what the elements of each
             sequence and KV head (of q: the H // Hk heads that attend with it) are multiplied by. None: 1. Each may
             instead hold a factor for each 64 rows of a head, (B, H, ceil(Sq / 64)) or (B, Hk, ceil(Sk / 64)), counted
-            from the first row of a sequence whatever leftpad_k is, and not negative, which is not checked.
+            from the first row of a sequence whatever leftpad_k is. A factor is positive, or 0 for rows that are 0
+            whatever they hold; a negative one is refused on the CPU, and on a GPU, which is not waited for, its rows'
+            result is undefined.
         sm_margin: multiprocessors to leave free for kernels of other streams, such as a collective's. The forward on
             GPUs of compute capability 9.0 does, down to one; others take no notice.
         num_splits, pack_gqa: hints of other implementations: accepted, and without any effect.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import checks
+from .errors import ArgumentError
 from .problem import Problem
 from .reference_general import masked_scores, sequences
 
@@ -29,18 +30,28 @@ def _by_head(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _factors(
-    descale: Tensor | None, number: int, rows: slice, cu_seqlens: Tensor | None, heads: int, dtype: torch.dtype
+    name: str,
+    descale: Tensor | None,
+    number: int,
+    rows: slice,
+    cu_seqlens: Tensor | None,
+    heads: int,
+    dtype: torch.dtype,
 ) -> Tensor | None:
     """Of ``rows`` of sequence ``number``: (heads, S or 1)."""
     if descale is None:
         return None
     if descale.dim() == 2:
-        return _by_head(descale[number, None], heads, dtype)
-    row = torch.arange(rows.start, rows.stop, device=descale.device)
-    if cu_seqlens is None:
-        return _by_head(descale[number, :, row // checks.DESCALE_ROWS].transpose(0, 1), heads, dtype)
-    block = checks.packed_block(cu_seqlens[number], number, row)
-    return _by_head(descale[0, :, block].transpose(0, 1), heads, dtype)
+        found = descale[number, None]
+    else:
+        row = torch.arange(rows.start, rows.stop, device=descale.device)
+        slab, block = number, row // checks.DESCALE_ROWS
+        if cu_seqlens is not None:
+            slab, block = 0, checks.packed_block(cu_seqlens[number], number, row)
+        found = descale[slab, :, block].transpose(0, 1)
+    if descale.is_cpu and (found < 0.0).any():  # kernels do not look
+        raise ArgumentError(f"{name} must not be negative, got {found.min().item()} for sequence {number}.")
+    return _by_head(found, heads, dtype)
 
 
 def forward(
@@ -63,8 +74,11 @@ def forward(
     lse = q.new_full(tuple(p.lse_shape(q)), float("-inf"), dtype=dtype)
     for s in sequences(q, k, p):
         queries, keys, values = (_by_head(x, heads, dtype) for x in (s.queries(q), s.keys(k), s.keys(v)))
-        of_q = _factors(q_descale, s.number, s.q_rows, p.cu_seqlens_q, heads, dtype)
-        of_k, of_v = (_factors(x, s.number, s.k_rows, p.cu_seqlens_k, heads, dtype) for x in (k_descale, v_descale))
+        of_q = _factors("q_descale", q_descale, s.number, s.q_rows, p.cu_seqlens_q, heads, dtype)
+        of_k, of_v = (
+            _factors(name, x, s.number, s.k_rows, p.cu_seqlens_k, heads, dtype)
+            for name, x in (("k_descale", k_descale), ("v_descale", v_descale))
+        )
         queries = queries if of_q is None else queries * of_q[..., None]
         keys = keys if of_k is None else keys * of_k[..., None]
         in_weights = of_v is not None and v_descale is not None and v_descale.dim() == 3

@@ -272,6 +272,23 @@ def test_rounded_at_once(dtype, sizes, head_dim, head_dim_v):
 
 
 @on_hopper
+@pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.key)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+def test_factors_of_zero(kernel, which):
+    """Scores, or values, of a head are then 0, and hidden ones as hidden as ever."""
+    public, fields = MASKS[kernel.mask]
+    pairs = quantized(*inputs(2, 300, 700, 4, 2, kernel.head_dim))
+    pairs["qkv".index(which)][1][1, 0] = 0.0
+    for more in ({}, {"softcap": 15.0}) if kernel.mask == "general" else ({},):
+        out, lse = call(pairs, **public, **more)
+        wanted, wanted_lse = emulated(pairs, kernel.head_dim**-0.5, **fields, **more)
+        assert rms(out - wanted) < 0.05 * rms(wanted)
+        assert (lse - wanted_lse).abs().max() < (1e-2 if more else 2e-3)
+        if which == "v":
+            assert not out[1, :, :2].any()
+
+
+@on_hopper
 @pytest.mark.parametrize("hadamard", [False, True])
 def test_rounded_at_once_zeros_and_nan(hadamard):
     """Heads of zeros have the factor 1; NaN is where it is when other means round."""

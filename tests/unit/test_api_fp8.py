@@ -483,6 +483,27 @@ def test_factors_are_for_fp8_alone(name):
         flash_attn_func(q, k, v, **{name: torch.ones(2, 2)})
 
 
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_factors_of_zero(name):
+    """What they multiply is 0, so that scores are alike, and hidden ones are hidden."""
+    (q, k, v), factors = quantized(*tensors())
+    factors[name][1, 0] = 0.0
+    exact = [x.double() * factors[f"{n}_descale"].double()[:, None, :, None] for n, x in (("k", k), ("v", v))]
+    exact_q = q.double() * factors["q_descale"].double().repeat_interleave(2, 1)[:, None, :, None]
+    wanted, wanted_lse = flash_attn_func(exact_q, *exact, causal=True, return_lse=True)
+    out, lse = flash_attn_func(q, k, v, causal=True, return_lse=True, **factors)
+    assert rmse(out, wanted) < 0.05 * wanted.std()
+    torch.testing.assert_close(lse.double(), wanted_lse, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["q_descale", "k_descale", "v_descale"])
+def test_negative_factors_are_refused(name):
+    (q, k, v), factors = quantized(*tensors())
+    factors[name][1, 0] = -0.5
+    with pytest.raises(ValueError, match=rf"^{name} must not be negative, got -0\.5 for sequence 1"):
+        flash_attn_func(q, k, v, **factors)
+
+
 def test_factors_may_be_expanded():
     (q, k, v), _ = quantized(*tensors())
     wide = flash_attn_func(q, k, v, v_descale=torch.full((2, 2), 0.5))

@@ -188,10 +188,14 @@ def test_numbers_that_are_no_blocks_are_not_read():
     cu, x = int32(0, 10, 80), torch.randn(130, 2, 64)
     x8, descale = quantize(x, None, cu, granularity="block")
     wanted = flash_attn_varlen_func(x8, x8, x8, cu, cu, 70, 70, **dict.fromkeys(NAMES, descale))
-    holes = descale.clone()
-    holes[..., [3]] = float("nan")
-    found = flash_attn_varlen_func(x8, x8, x8, cu, cu, 70, 70, **dict.fromkeys(NAMES, holes))
-    assert torch.equal(found, wanted)
+    for hole in (float("nan"), -1.0):
+        holes = descale.clone()
+        holes[..., [3]] = hole
+        found = flash_attn_varlen_func(x8, x8, x8, cu, cu, 70, 70, **dict.fromkeys(NAMES, holes))
+        assert torch.equal(found, wanted)
+    holes[..., 1] = -1.0
+    with pytest.raises(ValueError, match=r"^q_descale must not be negative, got -1\.0 for sequence 1"):
+        flash_attn_varlen_func(x8, x8, x8, cu, cu, 70, 70, **dict.fromkeys(NAMES, holes))
 
 
 def test_a_cache():

@@ -50,7 +50,7 @@ constexpr float kLargest = 448.0f;  // of e4m3
 constexpr int kParts = kGeneral ? kBlockN / flash_attn::kDescaleRows : 1;  // of a key block, each with factors of its own
 constexpr int kPartColumns = kBlockN / kParts;
 constexpr float kSmallestFactor = 7.888609052210118e-31f;  // 2^-100, of V: its reciprocal times many P is finite
-constexpr float kSmallestScale = 1.1754943508222875e-38f;   // of scores in blocks: a hidden one stays minus infinity
+constexpr float kSmallestScale = 1.1754943508222875e-38f;  // the smallest normal float32: scores are about 0
 static_assert(!kGeneral || kPartColumns == flash_attn::kDescaleRows && kBlockM % flash_attn::kDescaleRows == 0);
 // A thread sums its kBlockN / 4 P of a row in four parts: if no part passes kLargest, no P does. The parts of a row
 // whose base is new do not.
@@ -196,6 +196,9 @@ struct RowFactors {
     return __ldg(descale.data + min(first + block, last));
   }
 };
+
+// What raw scores are multiplied by, positive even where a factor is 0, so that a hidden one stays minus infinity. NaN stays.
+__device__ __forceinline__ float positive_scale(float scale) { return scale < kSmallestScale ? kSmallestScale : scale; }
 
 // What goes into the softmax of a key block, by its parts.
 struct Factors {
@@ -485,8 +488,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
                                       : factor_of(params.q_descale, work.batch, head_kv);
       const float descale = k_blocks ? q_factor : q_factor * factor_of(params.k_descale, work.batch, head_kv);
       const bool capped = kGeneral && p.modifiers.softcap > 0.0f;
-      float score_scale = (capped ? p.scale : p.scale_log2) * descale;
-      if (q_blocks) score_scale = fmaxf(score_scale, kSmallestScale);
+      const float score_scale = positive_scale((capped ? p.scale : p.scale_log2) * descale);
       auto factors_of = [&](int n) {
         Factors factors;
 #pragma unroll
@@ -494,7 +496,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
           factors.score[part] = score_scale;
           factors.bias[part] = 0.0f;
           if (k_blocks) {
-            factors.score[part] = fmaxf(score_scale * key_factors.at(params.k_descale, n * kParts + part), kSmallestScale);
+            factors.score[part] = positive_scale(score_scale * key_factors.at(params.k_descale, n * kParts + part));
           }
           if (v_blocks) {
             factors.bias[part] = ptx::log2(fmaxf(key_factors.at(params.v_descale, n * kParts + part), kSmallestFactor));
