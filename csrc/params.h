@@ -103,7 +103,7 @@ struct Descale {
 struct FwdFp8Params {
   FwdTmaParams tma;
   Descale q_descale, k_descale, v_descale;
-  const float* v_mean;   // (Hk, FA_HEAD_DIM), added to the output of each row that sees a key; null: nothing, as with a sink
+  const float* v_mean;   // (B, Hk, FA_HEAD_DIM), added to the output of rows that see a key; null: nothing, as with a sink
   void* v_tiles;         // workspace: heads_kv * v_tiles_of_head * block_n * FA_HEAD_DIM bytes, on 128
   int v_tiles_of_head;   // batch * blocks_n, or total_k / block_n + batch if packed
   int blocks_n;          // ceil(seqlen_k / block_n)
@@ -116,9 +116,9 @@ constexpr int fp8_transposers(int block_n, int head_dim) {
 }
 
 // flash_round_sums, flash_round_largest and flash_round, launched in this order on one stream: 16-bit q, k and v to e4m3,
-// with a factor for each sequence and KV head. q and k may be rotated, and the mean of all keys or values taken off k or v
-// first; flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a programmatic dependent.
-// All have the record's threads, and no dynamic shared memory.
+// with a factor for each sequence and KV head. q and k may be rotated, and the mean of a sequence's keys or values in a head
+// taken off k or v first; flash_attn/fp8.py says in operations of torch what is computed. Each may be launched as a
+// programmatic dependent. All have the record's threads, and no dynamic shared memory.
 //
 // Of q, k and v in this order. A warp has 16 rows of FA_HEAD_DIM or kFp8RotatedColumns columns, whichever are fewer, and the
 // rows of a head are cut into tiles of kFp8RoundingPasses passes of a block; that works on tile t of head h of sequence b,
@@ -133,20 +133,20 @@ struct Fp8RoundingTask {
   int heads;
   int columns;         // a multiple of 16, at most FA_HEAD_DIM
   int rotate;
-  int smooth;          // of k and v: the mean of all rows is taken off each
+  int smooth;          // of k and v: the mean of a sequence's rows is taken off each
   int tiles;
   int first_block;
 };
 struct Fp8RoundingParams {
   Fp8RoundingTask task[3];
-  float* sums;     // (2, Hk, parts, FA_HEAD_DIM), workspace: of k and v
-  float* means;    // (2, Hk, FA_HEAD_DIM), what is taken off k and v; written by flash_round_largest
+  float* sums;     // (2, B, Hk, parts, FA_HEAD_DIM), workspace: of k and v
+  float* means;    // (2, B, Hk, FA_HEAD_DIM), what is taken off k and v; written by flash_round_largest
   float* largest;  // (3, B, Hk), workspace
   float* descale;  // (3, B, Hk)
   int batch;
   int heads_kv;
   int bf16;        // of the sources
-  int parts;       // of k's and v's rows, whose sums flash_round_sums takes, 2 * Hk * parts blocks; 0: no mean, one block
+  int parts;       // of a sequence's rows, a block of flash_round_sums each, for k and v; 0: no mean, one block
   int key;         // of the signs
   float scale;     // of the rotation: the number of columns that are rotated together, ** -0.5
   float outlier;   // the square of how many times the root mean square of its row an outlier has

@@ -31,8 +31,8 @@ define(
     "fwd_fp8.output(Tensor q, Tensor k, Tensor v, Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, "
     "bool causal=False, float? softmax_scale=None) -> Tensor"
 )
-# key: of the rotation's signs, negative for none; smooth_k, smooth_v: the mean of all keys, values is taken off each,
-# and that of values added to out, which is bfloat16.
+# key: of the rotation's signs, negative for none; smooth_k, smooth_v: the mean of a sequence's keys, or values, is
+# taken off each, and that of values added to out, which is bfloat16.
 define(
     "fwd_rounded(Tensor q, Tensor k, Tensor v, bool causal, int key, bool smooth_k, bool smooth_v, "
     "float? softmax_scale=None) -> Tensor"

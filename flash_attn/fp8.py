@@ -17,7 +17,7 @@ factor is, so that what can be won lies in how the errors of a row's elements ad
   which a softmax does not see. Taking their mean off makes keys with a bias, as of most models, small. A vector taken
   off all values (SageAttention2, arXiv:2411.10958) is what each row's output then lacks, and is added to it, by the
   usual call's kernel in float32: values with a bias lose less precision to it, and so do the tensor core's sums, which
-  have 14 bits.
+  have 14 bits. Means are of a sequence and head, so that no sequence has to do with the others of its batch.
 
 On a GPU the usual call's tensors are rounded by three kernels, all at once, in bf16 and with rows of more than 128
 columns rotated in two halves; others by two Triton kernels, one pass over a tensor each; elsewhere, operations of torch
@@ -183,20 +183,23 @@ class _Rows:
 
     Rows have numbers: those of the same number and head have a factor together. There are ``numbers`` of a slab's rows,
     or of all packed rows; ``of_packed`` is int64 (T), with ``numbers`` for rows of no sequence, and None if not packed.
+    ``sequence`` likewise: that of each packed row, B for rows of none.
     """
 
     def __init__(self, x: Tensor, cu_seqlens: Tensor | None, used: Tensor | None, by_block: bool = False) -> None:
-        self.used, self.by_block = used, by_block
+        self.used, self.by_block, self.cu_seqlens = used, by_block, cu_seqlens
         self.packed = cu_seqlens is not None
         self.numbers = 1
         self.of_packed: Tensor | None = None
+        self.sequence: Tensor | None = None
         rows = x.shape[-3]
         if cu_seqlens is not None:
             batch = cu_seqlens.shape[0] - 1
-            self.of_packed, self.numbers = sequence_of_rows(cu_seqlens, rows), batch
+            self.of_packed = self.sequence = sequence_of_rows(cu_seqlens, rows)
+            self.numbers = batch
             if by_block:
                 self.numbers = checks.descale_blocks(rows, batch)
-                self.of_packed = _packed_blocks(cu_seqlens, self.of_packed)
+                self.of_packed = _packed_blocks(cu_seqlens, self.sequence)
         elif by_block:
             self.numbers = checks.descale_blocks(rows)
 
@@ -242,17 +245,32 @@ class _Rows:
         return (per_head[0] if self.packed else per_head)[..., None]
 
     def mean(self, x: Tensor) -> Tensor:
-        """float32 (H, D), the mean of all rows that count of ``x`` (B, S, H, D) or (T, H, D)."""
-        counted = self.used
-        if self.of_packed is not None:
-            of_some = self.of_packed < self.numbers
-            counted = of_some if counted is None else counted & of_some
-        if x.numel() == 0:
-            return x.new_zeros(x.shape[-2:], dtype=torch.float32)
-        if counted is None:
-            return x.flatten(0, -3).mean(0, dtype=torch.float32)
-        total = torch.where(counted[..., None, None], x, 0.0).flatten(0, -3).sum(0, dtype=torch.float32)
-        return total / counted.sum().clamp(min=1)
+        """float32 (B, H, D): of each sequence of ``x`` (B, S, H, D) or (T, H, D), the mean of its rows that count.
+
+        No sequence's has anything of another's, be it NaN or the last bit.
+        """
+        if x.numel() > 0 and _runs_kernels(x):
+            found: Tensor = kernels_of("_fp8_kernels").means(x[None] if self.packed else x, self.used, self.cu_seqlens)
+            return found
+        return self.mean_in_torch(x)
+
+    def mean_in_torch(self, x: Tensor) -> Tensor:
+        counted = x if self.used is None else torch.where(self.used[..., None, None], x, 0.0)
+        if self.sequence is None or self.cu_seqlens is None:
+            count = x.shape[1] if self.used is None else self.used.sum(1).clamp(min=1)[:, None, None]
+            return counted.sum(1, dtype=torch.float32) / (count if x.shape[1] > 0 else 1)
+        batch = self.cu_seqlens.shape[0] - 1
+        total = x.new_zeros((batch + 1, *x.shape[-2:]), dtype=torch.float32)  # the last: of rows of no sequence
+        total.index_add_(0, self.sequence, counted.to(torch.float32))
+        ones = torch.ones_like(self.sequence) if self.used is None else self.used.to(torch.int64)
+        count = self.sequence.new_zeros(batch + 1).index_add_(0, self.sequence, ones)
+        return (total / count.clamp(min=1)[:, None, None])[:batch]
+
+    def by_sequence(self, means: Tensor) -> Tensor:
+        """``means`` (B, H, D), of sequences, for each row: (B, 1, H, D) or (T, H, D), 0 for rows of no sequence."""
+        if self.sequence is None:
+            return means[:, None]
+        return torch.cat((means, means.new_zeros(1, *means.shape[1:])))[self.sequence]
 
 
 def sequence_of_rows(cu_seqlens: Tensor, rows: int) -> Tensor:
@@ -271,21 +289,25 @@ def _packed_blocks(cu_seqlens: Tensor, sequence: Tensor) -> Tensor:
 def _rounded(
     x: Tensor, rows: _Rows, heads_kv: int, mean: Tensor | None = None, key: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``x``, less ``mean`` (H, D), rotated by the signs of a ``key``, in FP8, and its factors."""
+    """``x``, less ``mean`` (B, H, D), rotated by the signs of a ``key``, in FP8, and its factors."""
     heads = rows.heads(x.shape[-2], heads_kv)
     if x.numel() == 0:
         columns = x.shape[-1] if key is None else _columns(x.shape[-1])
         factors = x.new_ones((1 if rows.packed else x.shape[0], rows.numbers, heads), dtype=torch.float32)
         return x.new_empty((*x.shape[:-1], columns), dtype=checks.FP8), rows.given(factors)
-    if runs_kernel(x) and not is_compiling() and _converts_to_fp8(x.device):
+    if _runs_kernels(x):
         kernels = kernels_of("_fp8_kernels")
         result, factors = kernels.rounded(
-            x[None] if rows.packed else x, mean, key, rows.used, rows.of_packed, rows.numbers,
+            x[None] if rows.packed else x, mean, rows.sequence, key, rows.used, rows.of_packed, rows.numbers,
             checks.DESCALE_ROWS if rows.by_block and not rows.packed else 0, heads, _OUTLIER**2, _SHARE,
         )  # fmt: skip
         return result[0] if rows.packed else result, rows.given(factors)
     result, factors = _rounded_in_torch(x, rows, heads, mean, key)
     return result, rows.given(factors)
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return runs_kernel(x) and not is_compiling() and _converts_to_fp8(x.device)
 
 
 @functools.cache
@@ -303,7 +325,7 @@ def _rounded_in_torch(
     """
     x = x.to(torch.float32)
     if mean is not None:
-        x = x - mean
+        x = x - rows.by_sequence(mean)
     if key is None:
         y = x
     else:
@@ -407,9 +429,10 @@ def flash_attn_fp8_func(
         k: (B, Sk, Hk, D).
         v: (B, Sk, Hk, Dv).
         hadamard: rotate q and k, so that outliers cost less precision.
-        smooth_k: take the mean of all keys off each of them. Not done with a softcap or a sink, to which it matters.
-        smooth_v: take the mean of all values off each of them, and add it to the output. Not done with a sink, which
-            has a share of the sum of a row's probabilities.
+        smooth_k: take the mean of a sequence's keys off each of them. Not done with a softcap or a sink, to which it
+            matters.
+        smooth_v: take the mean of a sequence's values off each of them, and add it to the output. Not done with a sink,
+            which has a share of the sum of a row's probabilities.
         seed: of the rotation.
         granularity: ``"head"``, a factor for each sequence and KV head; or ``"block"``, one for each 64 rows of a head,
             which costs some speed and gains precision only where blocks of values differ much in their magnitude, and
@@ -538,15 +561,10 @@ def _attend(
     p = problem_of(q, k.shape, r)
     smooth_k = smooth_k and p.softcap == 0.0 and p.sink is None
     smooth_v = smooth_v and p.sink is None
-    out, lse, mean = attend_in_steps(q, k, v, p, _key(seed) if hadamard else None, smooth_k, smooth_v, by_block)
+    key = _key(seed) if hadamard else None
+    out, lse = attend_in_steps(q, k, v, p, key, smooth_k, smooth_v, by_block, bool(r.return_lse))
     out = out.to(q.dtype)
-    if not r.return_lse:
-        return out
-    if mean is not None:  # what the scores of a row have lost
-        of_head = mean.repeat_interleave(q.shape[-2] // k.shape[-2], 0)
-        lost = (q.to(torch.float32) * of_head).sum(-1)
-        lse = lse + p.softmax_scale * lost.transpose(-1, -2)
-    return out, lse
+    return (out, lse) if r.return_lse else out
 
 
 def attend_in_steps(
@@ -558,10 +576,11 @@ def attend_in_steps(
     smooth_k: bool,
     smooth_v: bool,
     by_block: bool = False,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """FP8 attention of tensors that are rounded one after the other: (out in bfloat16, log-sum-exp, mean of k).
+    with_lse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """FP8 attention of tensors that are rounded one after the other: (out in bfloat16, log-sum-exp).
 
-    The log-sum-exp is that of keys less their mean, (Hk, D), None where it was not taken off.
+    Without ``with_lse``, the log-sum-exp is that of keys less their mean.
     """
     heads_kv = k.shape[-2]
     used_q = _used_rows(q, p.cu_seqlens_q, p.seqused_q, None)
@@ -574,11 +593,15 @@ def attend_in_steps(
     k_fp8, k_descale = _rounded(k, rows_k, heads_kv, mean_k, key)
     v_fp8, v_descale = _rounded(v, rows_k, heads_kv, mean_v)
     out, lse = forward_fp8(q_fp8, k_fp8, v_fp8, p, (q_descale, k_descale, v_descale))
+    group = q.shape[-2] // heads_kv
     if mean_v is not None:
-        of_head = mean_v.repeat_interleave(q.shape[-2] // heads_kv, 0)
         sees_no_key = lse.transpose(-1, -2)[..., None] == float("-inf")
-        out = (out + of_head).masked_fill(sees_no_key, 0.0).to(out.dtype)
-    return out, lse, mean_k
+        of_query = rows_q.by_sequence(mean_v.repeat_interleave(group, 1))
+        out = (out + of_query).masked_fill(sees_no_key, 0.0).to(out.dtype)
+    if with_lse and mean_k is not None:  # what the scores of a row have lost
+        lost = (q.to(torch.float32) * rows_q.by_sequence(mean_k.repeat_interleave(group, 1))).sum(-1)
+        lse = lse + p.softmax_scale * lost.transpose(-1, -2)
+    return out, lse
 
 
 def _used_rows(x: Tensor, cu_seqlens: Tensor | None, seqused: Tensor | None, leftpad: Tensor | None) -> Tensor | None:

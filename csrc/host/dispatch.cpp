@@ -294,13 +294,15 @@ int64_t fp8_rounding_workspace(const Kernel& kernel, Fp8RoundingParams& params) 
     blocks += grid_of(kernel, task.tiles, task.heads, params.batch);
     grid_of(kernel, blocks, 1, 1);  // that all of them together are a grid
   }
-  // Enough to fill a GPU, few enough to add up in each block that needs the mean.
+  // Enough to fill a GPU, few enough to add up in each block that needs the mean. By a sequence's rows alone: its mean has
+  // the same bits whatever else is in the batch.
   constexpr int64_t kMostParts = 32;
-  const int64_t parts = blocks_of(static_cast<int64_t>(params.batch) * params.task[1].rows, rows_at_once);
+  const int64_t rows_of_part = kernel.record->threads * int64_t{64} / head_dim;  // what a block has under way at once
+  const int64_t parts = blocks_of(params.task[1].rows, rows_of_part);
   const bool smooth = params.task[1].smooth != 0 || params.task[2].smooth != 0;
   params.parts = smooth ? static_cast<int>(parts < kMostParts ? parts : kMostParts) : 0;
   params.scale = static_cast<float>(1 / __builtin_sqrt(static_cast<double>(rotated)));
-  return 2 * params.parts * head_dim * params.heads_kv + int64_t{3} * params.batch * params.heads_kv;
+  return (2 * params.parts * head_dim + 3) * params.batch * params.heads_kv;
 }
 
 void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, CUstream stream) {
@@ -308,7 +310,9 @@ void launch_fp8_rounding(const Kernel& kernel, const Fp8RoundingParams& params, 
   const Fp8RoundingTask& last = params.task[2];
   const unsigned grid = static_cast<unsigned>(last.first_block) + grid_of(kernel, last.tiles, last.heads, params.batch);
   const CurrentContext current(cuda, kernel.context);
-  launch_early(cuda, kernel, 0, params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, 2) : 1, 0, &params, stream);
+  const int64_t sequences = int64_t{2} * params.batch;  // of k and of v
+  const unsigned parts = params.parts > 0 ? grid_of(kernel, params.parts, params.heads_kv, sequences) : 1;
+  launch_early(cuda, kernel, 0, parts, 0, &params, stream);
   launch_early(cuda, kernel, 1, grid, 0, &params, stream);
   launch_early(cuda, kernel, 2, grid, 0, &params, stream);
 }

@@ -411,7 +411,7 @@ void forward_rounded(const Problem& p, int64_t key, bool smooth_k, bool smooth_v
   params.outlier = 9.0f;
   params.share = 0.6f;
   const int64_t factors = int64_t{3} * params.batch * params.heads_kv;
-  const int64_t means = p.heads_kv() * kernel.record->head_dim;  // of k, and of v
+  const int64_t means = p.batch * p.heads_kv() * kernel.record->head_dim;  // of k, and of v
   const int64_t floats = fp8_rounding_workspace(kernel, params);
   const int64_t memory_size[1] = {bytes + 4 * (2 * means + factors + floats)};
   const Tensor memory = empty(memory_size, 1, constants().e4m3, p.device());

@@ -271,6 +271,75 @@ def test_rounded_at_once(dtype, sizes, head_dim, head_dim_v):
         assert torch.equal(flash_attn_fp8_func(q, k, v, **options), out.to(dtype))
 
 
+WAYS = {
+    "at once": {},
+    "not smoothed": {"smooth_k": False, "smooth_v": False},
+    "in steps": {"window_size": (200, 30)},
+    "blocks": {"granularity": "block"},
+    "log-sum-exp": {"return_lse": True},
+}
+
+
+def as_tuple(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+def same(x, y):
+    torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("way", WAYS)
+def test_sequences_of_a_batch_do_not_meet(way, head_dim):
+    """Each has the bits that it has alone, whatever the others are."""
+    if head_dim > LIMITS.head_dim:
+        pytest.skip(f"no FP8 kernels of head dim {head_dim} were built")
+    options = WAYS[way]
+    for rows in (200, 1100):
+        q, k, v = (x.bfloat16() for x in inputs(4, 300, rows, 4, 2, head_dim))
+        k[..., 3] += 4.0
+        k[1] *= 30.0
+        v[1] += 7.0
+        k[2, 5, 1, 2] = float("nan")
+        v[3, 7, 0, 1] = float("inf")
+        for causal in (False, True):
+            poison()
+            found = as_tuple(flash_attn_fp8_func(q, k, v, causal=causal, **options))
+            out = found[0]
+            assert out[:2].isfinite().all()
+            assert out[2, :, :2].isfinite().all()
+            assert out[3, :, 2:].isfinite().all()
+            for b in range(4):
+                alone = flash_attn_fp8_func(*(x[b : b + 1] for x in (q, k, v)), causal=causal, **options)
+                for one, of_all in zip(as_tuple(alone), found, strict=True):
+                    same(one[0], of_all[b])
+
+
+@on_hopper
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_packed_sequences_do_not_meet(granularity):
+    bounds = [0, 100, 100, 400, 1300, 1370]
+    q, k, v = (torch.randn(1375, heads, 128, device="cuda").bfloat16() for heads in (4, 2, 2))
+    v[:100] += 9.0
+    k[420] = v[430] = k[1370:] = v[1370:] = float("nan")
+
+    def call(first, last, *lengths):
+        cu = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        rows = (x[first:last] for x in (q, k, v))
+        return flash_attn_varlen_fp8_func(
+            *rows, cu, cu, 1000, 1000, causal=True, return_lse=True, granularity=granularity
+        )
+
+    poison()
+    out, lse = call(0, 1375, *bounds)
+    for first, last in itertools.pairwise(bounds):
+        alone, alone_lse = call(first, last, 0, last - first)
+        same(alone, out[first:last])
+        same(alone_lse, lse[:, first:last])
+        assert out[first:last].isfinite().all() == (first != 400)
+
+
 @on_hopper
 @pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.key)
 @pytest.mark.parametrize("which", ["q", "k", "v"])

@@ -296,7 +296,10 @@ def run_rounding(case, before=lambda: None, device="cuda", may_differ=0.01):
         x = torch.stack((x, x), dim=-1)[..., 0]
 
     rows = fp8._Rows(x, cu_seqlens, used, case.by_block)
-    mean = rows.mean(x) if case.mean else None
+    mean = wanted_mean = None
+    before()
+    if case.mean:
+        mean, wanted_mean = rows.mean(x), rows.mean_in_torch(x)
     key = fp8._key(case.seed) if case.rotated else None
     wanted, wanted_factors = fp8._rounded_in_torch(x, rows, rows.heads(case.heads, case.heads_kv), mean, key)
     wanted_descale = rows.given(wanted_factors)
@@ -305,6 +308,8 @@ def run_rounding(case, before=lambda: None, device="cuda", may_differ=0.01):
     if found.shape != wanted.shape or not found.is_contiguous() or found.dtype != wanted.dtype:
         return [f"x is {found.dtype} {tuple(found.shape)}, not {tuple(wanted.shape)}"]
     lines = []
+    if mean is not None and not torch.allclose(mean, wanted_mean, rtol=1e-5, atol=1e-5):
+        lines.append(f"mean is {mean}, not {wanted_mean}")
     if descale.shape != wanted_descale.shape or not torch.allclose(descale, wanted_descale, rtol=1e-5, atol=0):
         lines.append(f"descale is {descale}, not {wanted_descale}")
     differ = (found.float() != wanted.float())[counted].float().mean().item() if counted.any() else 0.0

@@ -1,5 +1,6 @@
 """FP8 attention on CPU tensors: the emulation, its arguments, and flash_attn.fp8's way from other dtypes."""
 
+import itertools
 import math
 
 import pytest
@@ -113,6 +114,66 @@ def test_bias_of_packed_values():
     out = flash_attn_varlen_fp8_func(q, k, v, bounds, bounds, 30, 30, **options)
     exact = flash_attn_varlen_func(q.double(), k.double(), v.double(), bounds, bounds, 30, 30, **options)
     assert rmse(out[:50], exact[:50]) < 0.1
+
+
+# ---- Sequences of a batch ----
+
+WAYS = {
+    "usual": {},
+    "not rotated": {"hadamard": False},
+    "not smoothed": {"smooth_k": False, "smooth_v": False},
+    "window": {"window_size": (20, 3)},
+    "blocks": {"granularity": "block"},
+    "log-sum-exp": {"return_lse": True},
+}
+
+
+def same(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", WAYS)
+def test_sequences_of_a_batch_do_not_meet(way, dtype):
+    """Each has the bits that it has alone, whatever the others are; NaN stays in its head."""
+    q, k, v = (x.to(dtype) for x in tensors(b=4))
+    k[1] *= 30.0
+    v[1] += 7.0
+    k[2, 5, 1, 2] = float("nan")
+    v[3, 7, 0, 1] = float("inf")
+    for causal in (False, True):
+        found = flash_attn_fp8_func(q, k, v, causal=causal, **WAYS[way])
+        out = found[0] if way == "log-sum-exp" else found
+        assert all(x.isfinite().all() for x in (out[:2], out[2, :, :2], out[3, :, 2:]))
+        for b in range(4):
+            alone = flash_attn_fp8_func(*(x[b : b + 1] for x in (q, k, v)), causal=causal, **WAYS[way])
+            for one, of_all in zip(alone, found, strict=True) if way == "log-sum-exp" else [(alone, found)]:
+                same(of_all[b], one[0])
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+@pytest.mark.parametrize("used", [False, True])
+def test_packed_sequences_do_not_meet(used, granularity):
+    bounds = (0, 20, 20, 60, 130)
+    q, k, v = torch.randn(135, 4, 64), torch.randn(135, 2, 64), torch.randn(135, 2, 64)
+    v[:20] += 9.0
+    k[130:] = v[130:] = float("nan")  # of no sequence
+    k[70] = v[71] = float("nan")
+    lengths = int32(15, 0, 40, 66)
+
+    def call(first, last, cu, lengths):
+        rows = (x[first:last] for x in (q, k, v))
+        options = {"seqused_k": lengths} if used else {}
+        return flash_attn_varlen_fp8_func(
+            *rows, cu, cu, 70, 70, causal=True, return_lse=True, granularity=granularity, **options
+        )
+
+    out, lse = call(0, 135, int32(*bounds), lengths)
+    for b, (first, last) in enumerate(itertools.pairwise(bounds)):
+        alone, alone_lse = call(first, last, int32(0, last - first), lengths[b : b + 1])
+        same(out[first:last], alone)
+        same(lse[:, first:last], alone_lse)
+        assert out[first:last].isfinite().all() == (first != 60)
 
 
 # ---- flash_attn.fp8 ----

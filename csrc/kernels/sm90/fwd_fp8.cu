@@ -605,7 +605,8 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
                                 ? 1.0f
                                 : factor_of(params.v_descale, work.batch, work.head / p.group);
     const bool has_mean = params.v_mean != nullptr;
-    const float* const v_mean = params.v_mean + work.head / p.group * kHeadDim + lane % 4 * 2;
+    const float* const v_mean =
+        params.v_mean + (static_cast<long long>(work.batch) * p.heads_kv + work.head / p.group) * kHeadDim + lane % 4 * 2;
     float* const lse =
         p.lse + work.batch * p.lse_batch_stride + work.head * p.lse_head_stride + work.sequence.q_row + work.first_row;
 #pragma unroll

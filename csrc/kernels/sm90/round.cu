@@ -47,9 +47,13 @@ __device__ __forceinline__ uint4 load(const Task& task, int batch, int row, int 
   return inside ? raw : make_uint4(0, 0, 0, 0);
 }
 
-// Of k (task 1) or v (task 2).
-__device__ __forceinline__ float* sums_of(const Params& p, int task, int head, int part) {
-  return p.sums + (static_cast<long long>((task - 1) * p.heads_kv + head) * p.parts + part) * kHeadDim;
+// Of a head of a sequence of k (task 1) or v (task 2).
+__device__ __forceinline__ long long mean_index(const Params& p, int task, int batch, int head) {
+  return static_cast<long long>((task - 1) * p.batch + batch) * p.heads_kv + head;
+}
+
+__device__ __forceinline__ float* sums_of(const Params& p, long long mean, int part) {
+  return p.sums + (mean * p.parts + part) * kHeadDim;
 }
 
 // Which rows a block works on.
@@ -86,14 +90,15 @@ struct Shared {
     for (int i = threadIdx.x; i < kHeadDim; i += kThreads) {
       float sum = 0.0f;
       if (task.smooth != 0) {
-        float* const known = p.means + ((place.number - 1) * p.heads_kv + place.head) * kHeadDim + i;
+        const long long mean = mean_index(p, place.number, place.batch, place.head);
+        float* const known = p.means + mean * kHeadDim + i;
         if (kKnown) {
           sum = *known;
         } else {
 #pragma unroll 16
-          for (int part = 0; part < p.parts; ++part) sum += sums_of(p, place.number, place.head, part)[i];
-          sum /= static_cast<float>(task.rows) * p.batch;
-          if (place.tile == 0 && place.batch == 0) *known = sum;
+          for (int part = 0; part < p.parts; ++part) sum += sums_of(p, mean, part)[i];
+          sum /= static_cast<float>(task.rows);
+          if (place.tile == 0) *known = sum;
         }
       }
       mean[i] = sum;
@@ -299,7 +304,7 @@ __device__ __forceinline__ void rotate_and_round(Words& words, const Pairs& x, c
 
 }  // namespace
 
-// Sums of a part of the rows of each head of k and v; and zeros for flash_round_largest.
+// Sums of a part of the rows of each head of each sequence of k and v; and zeros for flash_round_largest.
 extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
     flash_round_sums(const __grid_constant__ flash_attn::Fp8RoundingParams p) {
   constexpr int kRowLanes = kHeadDim / 8;
@@ -314,34 +319,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
   if (p.parts == 0) return;
   const int part = blockIdx.x % p.parts;
   const int head = blockIdx.x / p.parts % p.heads_kv;
-  const int number = 1 + blockIdx.x / p.parts / p.heads_kv;
+  const int batch = blockIdx.x / p.parts / p.heads_kv % p.batch;
+  const int number = 1 + blockIdx.x / p.parts / p.heads_kv / p.batch;
   const Task task = p.task[number];
   if (task.smooth == 0) return;
   const int column = threadIdx.x % kRowLanes * 8;
-  // Rows of all sequences, one after the other.
-  const long long rows = static_cast<long long>(p.batch) * task.rows;
-  const long long of_part = (rows + p.parts - 1) / p.parts;
-  const long long begin = part * of_part;
-  long long left = min(of_part, rows - begin);
-  int batch = static_cast<int>(begin / task.rows);
-  int first = static_cast<int>(begin - static_cast<long long>(batch) * task.rows);
+  const int of_part = (task.rows + p.parts - 1) / p.parts;
+  const int begin = part * of_part;
+  const int end = min(task.rows, begin + of_part);
   float total[8] = {};
   auto add = [&](auto bf16) {
-    for (; left > 0; left -= task.rows - first, first = 0, ++batch) {
-      const int end = static_cast<int>(min(left + first, static_cast<long long>(task.rows)));
-      for (int row = first + threadIdx.x / kRowLanes; row < end; row += kAhead * kRows) {
-        uint4 raw[kAhead];
+    for (int row = begin + threadIdx.x / kRowLanes; row < end; row += kAhead * kRows) {
+      uint4 raw[kAhead];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          raw[i] = load(task, batch, row + i * kRows < end ? row + i * kRows : task.rows, head, column);
-        }
+      for (int i = 0; i < kAhead; ++i) {
+        raw[i] = load(task, batch, row + i * kRows < end ? row + i * kRows : task.rows, head, column);
+      }
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          float x[8];
-          unpack<decltype(bf16)::value>(x, raw[i]);
+      for (int i = 0; i < kAhead; ++i) {
+        float x[8];
+        unpack<decltype(bf16)::value>(x, raw[i]);
 #pragma unroll
-          for (int j = 0; j < 8; ++j) total[j] += x[j];
-        }
+        for (int j = 0; j < 8; ++j) total[j] += x[j];
       }
     }
   };
@@ -356,7 +355,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, FA_MIN_BLOCKS)
   for (int i = threadIdx.x; i < kHeadDim; i += kThreads) {
     float sum = 0.0f;
     for (int row = 0; row < kRows; ++row) sum += of_rows[row][i];
-    sums_of(p, number, head, part)[i] = sum;
+    sums_of(p, mean_index(p, number, batch, head), part)[i] = sum;
   }
 }
 

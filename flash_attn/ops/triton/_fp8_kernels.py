@@ -13,24 +13,84 @@ from torch import Tensor
 
 from ...fp8 import factors_of
 
-__all__ = ["rounded"]
+__all__ = ["means", "rounded"]
 
 _LARGEST = tl.constexpr(448.0)
+_PARTS = 16  # of a sequence's rows, for its mean
 
 
 @triton.jit
 def _load_rows(
-    x_pointer, mean_pointer, rows, columns, head, row_count, column_count,
-    stride_row, stride_head, stride_column,
+    x_pointer, mean_pointer, sequence_pointer, rows, columns, batch, head, row_count, column_count, heads,
+    stride_batch, stride_row, stride_head, stride_column,
 ):  # fmt: skip
-    """A tile in float32, less the mean of its head."""
+    """A tile in float32, less the means of its sequences."""
     mask = (rows < row_count)[:, None] & (columns < column_count)[None, :]
     place = rows.to(tl.int64)[:, None] * stride_row + columns[None, :] * stride_column
-    x = tl.load(x_pointer + head.to(tl.int64) * stride_head + place, mask=mask, other=0.0).to(tl.float32)
+    x_pointer += batch.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
+    x = tl.load(x_pointer + place, mask=mask, other=0.0).to(tl.float32)
     if mean_pointer is not None:
-        mean = tl.load(mean_pointer + head * column_count + columns, mask=columns < column_count, other=0.0)
-        x = tl.where(mask, x - mean[None, :], 0.0)
+        mean_pointer += head * column_count
+        if sequence_pointer is not None:
+            sequence = tl.load(sequence_pointer + rows, mask=rows < row_count, other=0)
+            place = sequence[:, None] * (heads * column_count) + columns[None, :]
+            mean = tl.load(mean_pointer + place, mask=mask, other=0.0)
+        else:
+            place = batch.to(tl.int64) * (heads * column_count) + columns
+            mean = tl.load(mean_pointer + place, mask=columns < column_count, other=0.0)[None, :]
+        x = tl.where(mask, x - mean, 0.0)
     return x
+
+
+@triton.jit
+def _sums_kernel(
+    x_pointer, used_pointer, bounds_pointer, sums_pointer, counts_pointer,
+    stride_batch, stride_row, stride_head, stride_column,
+    row_count, column_count, heads, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    sequence, part, head = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    columns = tl.arange(0, OUT)
+    if bounds_pointer is not None:
+        slab = sequence * 0
+        first = tl.load(bounds_pointer + sequence)
+        last = tl.minimum(tl.load(bounds_pointer + sequence + 1), row_count)
+    else:
+        slab = sequence
+        first = sequence * 0
+        last = first + row_count
+    of_part = tl.cdiv(tl.maximum(last - first, 0), PARTS)
+    begin = first + part * of_part
+    end = tl.minimum(begin + of_part, last)
+    total = tl.zeros((BLOCK_M, OUT), dtype=tl.float32)
+    count = tl.zeros((BLOCK_M,), dtype=tl.int32)
+    for start in range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        counted = rows < end
+        if used_pointer is not None:
+            used = tl.load(used_pointer + slab.to(tl.int64) * row_count + rows, mask=counted, other=0)
+            counted = counted & (used != 0)
+        mask = counted[:, None] & (columns < column_count)[None, :]
+        place = rows.to(tl.int64)[:, None] * stride_row + columns[None, :] * stride_column
+        place += slab.to(tl.int64) * stride_batch + head.to(tl.int64) * stride_head
+        total += tl.load(x_pointer + place, mask=mask, other=0.0).to(tl.float32)
+        count += counted.to(tl.int32)
+    number = tl.program_id(0).to(tl.int64) * heads + head
+    tl.store(sums_pointer + number * column_count + columns, tl.sum(total, 0), mask=columns < column_count)
+    tl.store(counts_pointer + number, tl.sum(count, 0))
+
+
+@triton.jit
+def _means_kernel(
+    sums_pointer, counts_pointer, mean_pointer, column_count, heads, PARTS: tl.constexpr, OUT: tl.constexpr,
+):  # fmt: skip
+    sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    columns = tl.arange(0, OUT)
+    mask = columns < column_count
+    number = (sequence * PARTS + tl.arange(0, PARTS)) * heads + head
+    sums = tl.load(sums_pointer + number[:, None] * column_count + columns[None, :], mask=mask[None, :], other=0.0)
+    count = tl.maximum(tl.sum(tl.load(counts_pointer + number), 0), 1)
+    mean = tl.sum(sums, 0) / count.to(tl.float32)
+    tl.store(mean_pointer + (sequence * heads + head) * column_count + columns, mean, mask=mask)
 
 
 @triton.jit
@@ -68,9 +128,9 @@ def _nearest(x):
 
 @triton.jit
 def _largest_kernel(
-    x_pointer, mean_pointer, used_pointer, number_pointer, largest_pointer,
+    x_pointer, mean_pointer, sequence_pointer, used_pointer, number_pointer, largest_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    tiles, row_count, column_count, numbers, descale_rows, factor_heads, group, key, scale,
+    tiles, row_count, column_count, heads, numbers, descale_rows, factor_heads, group, key, scale,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     batch, head = tl.program_id(0) // tiles, tl.program_id(1)
@@ -81,8 +141,8 @@ def _largest_kernel(
         used = tl.load(used_pointer + batch.to(tl.int64) * row_count + rows, mask=counted, other=0)
         counted = counted & (used != 0)
     x = _load_rows(
-        x_pointer + batch.to(tl.int64) * stride_batch, mean_pointer, rows, columns, head, row_count, column_count,
-        stride_row, stride_head, stride_column,
+        x_pointer, mean_pointer, sequence_pointer, rows, columns, batch, head, row_count, column_count, heads,
+        stride_batch, stride_row, stride_head, stride_column,
     )  # fmt: skip
     if ROTATE:
         x = _hadamard(x * _signs(columns, key, column_count), BLOCK_M, OUT) * scale
@@ -98,7 +158,7 @@ def _largest_kernel(
 
 @triton.jit
 def _round_kernel(
-    x_pointer, mean_pointer, number_pointer, descale_pointer, out_pointer,
+    x_pointer, mean_pointer, sequence_pointer, number_pointer, descale_pointer, out_pointer,
     stride_batch, stride_row, stride_head, stride_column,
     tiles, row_count, column_count, heads, numbers, descale_rows, factor_heads, group, key, scale, outlier, share,
     ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
@@ -107,8 +167,8 @@ def _round_kernel(
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, OUT)
     x = _load_rows(
-        x_pointer + batch.to(tl.int64) * stride_batch, mean_pointer, rows, columns, head, row_count, column_count,
-        stride_row, stride_head, stride_column,
+        x_pointer, mean_pointer, sequence_pointer, rows, columns, batch, head, row_count, column_count, heads,
+        stride_batch, stride_row, stride_head, stride_column,
     )  # fmt: skip
     descale_pointer += batch.to(tl.int64) * numbers * factor_heads + head // group
     if number_pointer is not None:
@@ -137,9 +197,31 @@ def _round_kernel(
     tl.store(out_pointer + row[:, None] * width + columns[None, :], rounded.to(tl.float8e4nv), mask=mask)
 
 
+def means(x: Tensor, used: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """float32 (B, H, D): the mean of each sequence's rows of ``x`` (B, S, H, D), or packed (1, T, H, D).
+
+    ``used``: bool (B, S) or (T), rows that count. Sums are in an order that is a sequence's own.
+    """
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    rows, heads, head_dim = x.shape[1:]
+    columns = triton.next_power_of_2(head_dim)
+    sums = torch.empty(batch, _PARTS, heads, head_dim, dtype=torch.float32, device=x.device)
+    counts = torch.empty(batch, _PARTS, heads, dtype=torch.int32, device=x.device)
+    found = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=x.device)
+    bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
+    if batch > 0:
+        _sums_kernel[(batch * _PARTS, heads)](
+            x, used, bounds, sums, counts, *x.stride(), rows, head_dim, heads,
+            PARTS=_PARTS, BLOCK_M=max(1, 8192 // columns), OUT=columns, num_warps=8,
+        )  # fmt: skip
+        _means_kernel[(batch, heads)](sums, counts, found, head_dim, heads, PARTS=_PARTS, OUT=columns)
+    return found
+
+
 def rounded(
     x: Tensor,
     mean: Tensor | None,
+    sequence: Tensor | None,
     key: int | None,
     used: Tensor | None,
     of_row: Tensor | None,
@@ -151,11 +233,11 @@ def rounded(
 ) -> tuple[Tensor, Tensor]:
     """(x in FP8, factors (B, numbers, factor_heads)) of ``x`` (B, S, H, D), packed with a batch of 1.
 
-    ``mean`` (H, D) is taken off first, then ``key``'s signs and Hadamard's matrix rotate; ``used``: bool (B, S), rows
-    that count; ``of_row``: of packed rows, int64 (S), the number of each one's factor, ``numbers`` for rows that have
-    none; of others, each ``descale_rows`` rows have a factor or, if that is 0, all; ``outlier``: the square of how many
-    times the root mean square of its row an outlier has; ``share``: of its error, what each of two further roundings
-    makes up for.
+    ``mean`` (sequences, H, D) is taken off first, then ``key``'s signs and Hadamard's matrix rotate; ``sequence``: of
+    packed rows, int64 (S), ``of_row``: likewise, the number of each one's factor, both one beyond all for rows of no
+    sequence; of others, each ``descale_rows`` rows have a factor or, if that is 0, all; ``used``: bool (B, S), rows
+    that count; ``outlier``: the square of how many times the root mean square of its row an outlier has; ``share``: of
+    its error, what each of two further roundings makes up for.
     """
     batch, rows, heads, head_dim = x.shape
     columns = triton.next_power_of_2(head_dim) if key is None else max(64, triton.next_power_of_2(head_dim))
@@ -173,16 +255,19 @@ def rounded(
     constants = {"ROTATE": key is not None, "BLOCK_M": block_m, "OUT": columns, "num_warps": 8}
     key = 0 if key is None else key
     scale = out_dim**-0.5
+    if mean is not None and sequence is not None:
+        mean = torch.cat((mean, mean.new_zeros(1, heads, head_dim)))  # of rows of no sequence
     grid = (batch * tiles, heads)
     place = (places, descale_rows, factor_heads, heads // factor_heads)
     if x.numel() > 0:
         _largest_kernel[grid](
-            x, mean, used, of_row, largest, *x.stride(), tiles, rows, head_dim, *place, key, scale, **constants
-        )
+            x, mean, sequence, used, of_row, largest, *x.stride(), tiles, rows, head_dim, heads, *place, key, scale,
+            **constants,
+        )  # fmt: skip
     factors = factors_of(largest)
     if x.numel() > 0 and numbers > 0:
         _round_kernel[grid](
-            x, mean, of_row, factors, out, *x.stride(), tiles, rows, head_dim, heads, *place, key, scale,
+            x, mean, sequence, of_row, factors, out, *x.stride(), tiles, rows, head_dim, heads, *place, key, scale,
             outlier, share, **constants,
         )  # fmt: skip
     return out, factors[:, :numbers]

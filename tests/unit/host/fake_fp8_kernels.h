@@ -130,7 +130,7 @@ class ValueTiles {
     const int key = static_cast<int>(row);
     const uint8_t* const tile = value_tile(p_, head_, kind_, tile_, head_kv_, key / tile_.block_n);
     // Probabilities add up to 1: what is added to each value is added to the output.
-    const float mean = p_.v_mean != nullptr ? p_.v_mean[head_kv_ * kind_.head_dim + d] : 0.f;
+    const float mean = p_.v_mean != nullptr ? p_.v_mean[(head_.batch * p_.tma.fwd.heads_kv + head_kv_) * kind_.head_dim + d] : 0.f;
     return from_e4m3(tile[key % tile_.block_n * kind_.head_dim + d]) * factors_.at(row) + mean;
   }
 

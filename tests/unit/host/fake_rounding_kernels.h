@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <tuple>
 
 #include "fake_fp8_kernels.h"
 
@@ -39,17 +40,17 @@ class Rounding {
   }
 
   void sums() const {
-    require(grid_ == std::max(1, 2 * p_.parts * p_.heads_kv), "grid of sums");
+    require(grid_ == std::max(1, 2 * p_.batch * p_.parts * p_.heads_kv), "grid of sums");
     for (int i = 0; i < 3 * p_.batch * p_.heads_kv; ++i) p_.largest[i] = 0;
     for (int number = 1; number < 3; ++number) {
       const Fp8RoundingTask& task = p_.task[number];
       if (task.smooth == 0) continue;
       require(p_.parts > 0, "no parts of a mean");
-      for (int i = 0; i < p_.parts * p_.heads_kv; ++i) std::fill_n(sum(number, 0, i), columns_, 0.f);
+      for (int i = 0; i < p_.batch * p_.parts * p_.heads_kv; ++i) std::fill_n(sum(number, 0, 0, i), columns_, 0.f);
       for (int row = 0; row < p_.batch * task.rows; ++row) {
         for (int head = 0; head < task.heads; ++head) {
           const std::vector<float> x = read(task, row / task.rows, row % task.rows, head);
-          for (int d = 0; d < columns_; ++d) sum(number, head, row % p_.parts)[d] += x[d];
+          for (int d = 0; d < columns_; ++d) sum(number, row / task.rows, head, row % p_.parts)[d] += x[d];
         }
       }
     }
@@ -57,9 +58,9 @@ class Rounding {
 
   void largest() const {
     for (int number = 1; number < 3; ++number) {
-      for (int head = 0; p_.task[number].smooth != 0 && head < p_.heads_kv; ++head) {
-        const std::vector<float> found = mean(number, head);
-        std::copy(found.begin(), found.end(), p_.means + ((number - 1) * p_.heads_kv + head) * columns_);
+      for (int i = 0; p_.task[number].smooth != 0 && i < p_.batch * p_.heads_kv; ++i) {
+        const std::vector<float> found = mean(number, i / p_.heads_kv, i % p_.heads_kv);
+        std::copy(found.begin(), found.end(), p_.means + ((number - 1) * p_.batch * p_.heads_kv + i) * columns_);
       }
     }
     each_row([&](int number, int batch, int row, int head) {
@@ -126,21 +127,21 @@ class Rounding {
     const Fp8RoundingTask& task = p_.task[number];
     std::vector<float> x = read(task, batch, row, head);
     if (task.smooth == 0) return x;
-    std::vector<float>& off = means_[{number, head}];
-    if (off.empty()) off = mean(number, head);
+    std::vector<float>& off = means_[{number, batch, head}];
+    if (off.empty()) off = mean(number, batch, head);
     for (int d = 0; d < task.columns; ++d) x[d] -= off[d];
     return x;
   }
 
-  float* sum(int number, int head, int part) const {
-    return p_.sums + (((number - 1) * p_.heads_kv + head) * p_.parts + part) * columns_;
+  float* sum(int number, int batch, int head, int part) const {
+    return p_.sums + ((((number - 1) * p_.batch + batch) * p_.heads_kv + head) * p_.parts + part) * columns_;
   }
 
-  std::vector<float> mean(int number, int head) const {
+  std::vector<float> mean(int number, int batch, int head) const {
     std::vector<float> found(columns_, 0.f);
     for (int part = 0; part < p_.parts; ++part) {
       for (int d = 0; d < columns_; ++d) {
-        found[d] += sum(number, head, part)[d] / static_cast<float>(p_.batch * p_.task[number].rows);
+        found[d] += sum(number, batch, head, part)[d] / static_cast<float>(p_.task[number].rows);
       }
     }
     return found;
@@ -177,7 +178,7 @@ class Rounding {
   }
 
   const Fp8RoundingParams p_;
-  mutable std::map<std::pair<int, int>, std::vector<float>> means_;
+  mutable std::map<std::tuple<int, int, int>, std::vector<float>> means_;
   int columns_, grid_, piece_, tile_rows_;
 };
 

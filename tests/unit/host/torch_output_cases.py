@@ -189,6 +189,21 @@ def case_rounded() -> None:
             assert all(errors[k, True] < 0.95 * errors[k, False] for k in (False, True)), errors
 
 
+def case_rounded_sequences_do_not_meet() -> None:
+    """Each has the bits that it has alone, whatever the other is; NaN stays in its head."""
+    for sk in (13, 250):
+        q, k, v = tensors(sk=sk)
+        v[0] += 7.0
+        k[0] *= 5.0
+        v[1, 5, 1, 3] = float("nan")
+        for key in (-1, 7):
+            found = one_tensor(FWD_ROUNDED, q, k, v, False, key, True, True)
+            for b in range(2):
+                alone = FWD_ROUNDED(q[b : b + 1], k[b : b + 1], v[b : b + 1], False, key, True, True)
+                torch.testing.assert_close(alone[0], found[b], rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(found.isnan().any(1).any(-1), torch.tensor([[False] * 4, [False] * 2 + [True] * 2]))
+
+
 def case_rounded_wrong_arguments() -> None:
     """What Python then rounds by other means."""
     q, k, v = tensors()
