@@ -65,6 +65,8 @@ def of_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 def attention_calls(case: Attention) -> dict[str, Call]:
     if case.group == "varlen":
         return varlen_calls(case)
+    if case.group == "feature":
+        return feature_calls(case)
     shape = (len(case.sequences), case.sequences[0], case.heads, case.head_dim)
     q, k, v, dout = (randn(*shape) for _ in range(4))
 
@@ -100,6 +102,21 @@ def varlen_calls(case: Attention) -> dict[str, Call]:
         OURS: lambda: flash_attn.flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=case.causal),
         FLASH: lambda: flash(q, k, v, bounds, bounds, longest, longest, 0.0, case.causal, False)[0],
     }
+
+
+def feature_calls(case: Attention) -> dict[str, Call]:
+    """Of torch's backends, FLASH has windows, and none has softcaps or sinks."""
+    shape = (len(case.sequences), case.sequences[0])
+    q, k, v = (randn(*shape, heads, case.head_dim) for heads in (case.heads, case.heads_kv, case.heads_kv))
+    window = (-1 if case.window is None else case.window, 0 if case.causal else -1)
+    sink = torch.randn(case.heads, device="cuda") if case.sink else None
+    options: dict[str, Any] = {"window_size": window, "softcap": case.softcap, "learnable_sink": sink}
+    calls: dict[str, Call] = {OURS: lambda: flash_attn.flash_attn_func(q, k, v, **options)}
+    if case.window is not None and not case.softcap and not case.sink:
+        flash: Any = torch.ops.aten._flash_attention_forward
+        sides = {"window_size_left": window[0], "window_size_right": window[1]}
+        calls[FLASH] = lambda: flash(q, k, v, None, None, shape[1], shape[1], 0.0, False, False, **sides)[0]
+    return calls
 
 
 def decoding_calls(case: Decoding) -> dict[str, Call]:

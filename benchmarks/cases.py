@@ -20,32 +20,47 @@ UNITS = {
     "bwd": "TFLOP/s",
     "fp8": "TFLOP/s",
     "varlen": "TFLOP/s",
+    "feature": "TFLOP/s",
     "decode": "GB/s",
     "append": "GB/s",
     "host": "us",
 }
 # The ceiling that a group's figures are a share of: a matrix product, or a copy.
-CEILINGS = {"fwd": "gemm-bf16", "bwd": "gemm-bf16", "varlen": "gemm-bf16", "fp8": "gemm-fp8"}
+CEILINGS = dict.fromkeys(("fwd", "bwd", "varlen", "feature"), "gemm-bf16") | {"fp8": "gemm-fp8"}
 CEILINGS |= {"decode": "copy", "append": "copy"}
 
 
 @dataclass(frozen=True)
 class Attention:
-    """A forward, a backward (timed without its forward) or an FP8 forward; lengths of a packed batch for varlen."""
+    """A forward, a backward (timed without its forward) or an FP8 forward; lengths of a packed batch for varlen.
+
+    For `feature`, a forward, what models have besides: a causal window (so many keys before the query's own), a
+    softcap, a sink for each head, several query heads for each KV head.
+    """
 
     group: str
     head_dim: int
     causal: bool
     length: str
     lengths: tuple[int, ...] = ()
+    window: int | None = None
+    softcap: float = 0.0
+    sink: bool = False
+    queries_per_key: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.group}-d{self.head_dim}-{'causal' if self.causal else 'full'}-{self.length}"
+        mask = "full" if not self.causal else "causal" if self.window is None else f"window{self.window}"
+        features = "-softcap" * (self.softcap > 0.0) + "-sink" * self.sink
+        return f"{self.group}-d{self.head_dim}-{mask}{features}-{self.length}"
 
     @property
     def heads(self) -> int:
         return max(1, HIDDEN // self.head_dim)
+
+    @property
+    def heads_kv(self) -> int:
+        return self.heads // self.queries_per_key
 
     @property
     def sequences(self) -> tuple[int, ...]:
@@ -54,8 +69,12 @@ class Attention:
         return self.lengths or (seqlen,) * (TOKENS // seqlen)
 
     def work(self) -> float:
-        """Floating-point operations: 4 * heads * Sq * Sk * head dim, half if causal, 2.5 times that for a backward."""
-        scores = float(sum(n * n for n in self.sequences))
+        """Floating-point operations: 4 * heads * Sq * Sk * head dim, half if causal, 2.5 times that for a backward.
+
+        Of a causal window, less the half of a smaller square that lies before it.
+        """
+        before = [0 if self.window is None else max(0, n - self.window - 1) for n in self.sequences]
+        scores = float(sum(n * n - hidden * hidden for n, hidden in zip(self.sequences, before, strict=True)))
         forward = 4.0 * self.heads * scores * self.head_dim * (0.5 if self.causal else 1.0)
         return forward * (2.5 if self.group == "bwd" else 1.0)
 
@@ -113,6 +132,13 @@ def all_cases() -> list[Case]:
         found += [Attention(group, d, c, n) for d in head_dims for c in (False, True) for n in ("1k", "4k", "16k")]
     for d in (64, 128):
         found += [Attention("varlen", d, causal, "mixed", mixed_lengths(TOKENS, 24)) for causal in (False, True)]
+    for d in (64, 96, 128, 256):
+        found += [Attention("feature", d, True, "16k", window=window) for window in (1024, 4096)]
+    found.append(Attention("feature", 256, True, "4k", softcap=50.0))  # Gemma 2
+    found.append(Attention("feature", 256, True, "8k", softcap=50.0, window=4096))
+    # gpt-oss
+    found += [Attention("feature", 64, True, "4k", sink=s, window=127, queries_per_key=8) for s in (False, True)]
+    found += [Attention("feature", d, False, "4k", sink=True) for d in (64, 128)]
     shapes = ((1, "8k"), (1, "64k"), (16, "8k"), (64, "8k"))
     for layout in ("slabs", "pages"):
         found += [Decoding("decode", layout, b, n, tokens) for tokens in (1, 4, 8, 16) for b, n in shapes]

@@ -20,6 +20,7 @@ TITLES = {
     "fp8": "Forward, FP8 (e4m3) inputs, bf16 output; FLASH and CUDNN with bf16 inputs",
     "bwd": "Backward, bf16, without its forward",
     "varlen": "Forward of a packed batch, bf16, 24 sequences of 55 to 1,311 tokens",
+    "feature": "Forward with a window, a softcap or sinks, bf16",
     "decode": "Decoding with a KV cache, bf16, 32 query and 8 KV heads, head dim 128",
     "append": "The same, with one new row appended and rotated first",
     "host": "Host time of a call",

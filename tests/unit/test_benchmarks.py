@@ -54,8 +54,21 @@ def test_operations_are_counted_as_kernels_md_counts_them():
     assert cases.Attention("fwd", 128, True, "4k").work() == forward.work() / 2
     assert cases.Attention("bwd", 128, False, "4k").work() == forward.work() * 2.5
     assert cases.figure(forward, 1.0) == forward.work() / 1e9
+    window = cases.Attention("feature", 128, True, "4k", window=1023)
+    assert window.work() == 4 * 4 * 16 * 128 * (1024 * 1024 / 2 + 3072 * 1024)
+    assert (
+        cases.Attention("feature", 128, True, "1k", window=4096).work()
+        == cases.Attention("fwd", 128, True, "1k").work()
+    )
     packed = cases.Attention("varlen", 64, False, "mixed", (3, 5))
     assert packed.work() == 4 * 32 * (9 + 25) * 64
+
+
+def test_features_are_in_the_name():
+    gpt = cases.Attention("feature", 64, True, "4k", window=127, sink=True, queries_per_key=8)
+    assert gpt.name == "feature-d64-window127-sink-4k"
+    assert (gpt.heads, gpt.heads_kv) == (32, 4)
+    assert cases.Attention("feature", 256, True, "4k", softcap=50.0).name == "feature-d256-causal-softcap-4k"
 
 
 def test_bytes_of_decoding_are_those_of_keys_and_values():
