@@ -3,6 +3,7 @@
 A process has one family of kernels for problems as small as these; see test_faster_families.py.
 """
 
+import itertools
 import math
 
 import pytest
@@ -11,10 +12,11 @@ from cache_cases import CacheCase
 from cache_cases import run as run_cache
 from feature_cases import Case
 from feature_cases import run as run_feature
+from feature_oracle import Modifiers, Rows, attention
 from kernel_set import BASE_FAMILY, EVERY_KERNEL, FORCED_FAMILY, GENERAL, KERNELS, served
 from layouts import LAYOUTS, contiguous
 from memory import poison
-from oracle import expected, largest, largest_finite, mismatches, plain_attention, results
+from oracle import expected, largest, largest_finite, mismatches, results
 from rotary_cases import run as run_rotary
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -86,15 +88,23 @@ JUMPS = {
 JUMP_CASES = [(200, 700, 0, False), (193, 640, 24, True), (128, 639, 8, False), (700, 450, 16, True)]
 
 
+# Of the general mask kind: edges in and at the ends of blocks, with and without blocks between them.
+JUMPS_UNDER = [{"causal": True, "window": (250, 0)}, {"window": (300, 100)}, {"window": (70, 3)}, {"chunk": 400}]
+SOFTCAP = 200.0  # so many scores that jump by 30000 are this one
+
+
 @pytest.mark.parametrize("jump", JUMPS)
-@each([kernel for kernel in PLAIN if kernel.op == "fwd"])
+@each([kernel for kernel in [*PLAIN, *WITH_FEATURES] if kernel.op == "fwd"])
 def test_scores_that_jump(kernel, jump):
     """Those of every row in one head, those of one row in 16 in the other.
 
     The measure is float64 alone, not what torch makes of such scores in the dtype: they are exact in a kernel's sums.
     """
     eps = torch.finfo(kernel.dtype).eps
-    for seqlen_q, seqlen_k, less, packed in JUMP_CASES:
+    masks = [{"causal": kernel.causal}]
+    if kernel.mask == "general":
+        masks = [*JUMPS_UNDER, *([{"softcap": SOFTCAP}] if jump == "grow by 30000 once" else [])]
+    for (seqlen_q, seqlen_k, less, packed), mask in itertools.product(JUMP_CASES, masks):
         head_dim, scale = kernel.head_dim - less, 0.125
         q = torch.randint(-2, 3, (2, seqlen_q, 2, head_dim), device="cuda").to(kernel.dtype)
         k = torch.randint(-2, 3, (2, seqlen_k, 1, head_dim), device="cuda").to(kernel.dtype)
@@ -103,21 +113,26 @@ def test_scores_that_jump(kernel, jump):
         k[:, :, 0, 0] = (JUMPS[jump](block) * math.log(2) / (32.0 * scale)).to(kernel.dtype)
         q[:, :, 0, 0] = 32.0
         q[:, :, 1, 0] = 32.0 * (torch.arange(seqlen_q, device="cuda") % 16 == 5)
-        exact = plain_attention(q.double(), k.double(), v.double(), scale, kernel.causal)
+        queries, keys = (Rows.of([0, n], [n, n], "cuda") for n in (seqlen_q, seqlen_k))
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        exact = attention(*(x.double() for x in rows), None, queries, keys, Modifiers(scale, **mask))
+        options = {"causal": mask.get("causal", False), "window_size": mask.get("window", (-1, -1))}
+        options |= {"attention_chunk": mask.get("chunk", 0), "softcap": mask.get("softcap", 0.0)}
+        options |= {"softmax_scale": scale, "return_attn_probs": True}
         poison()
         if packed:
             starts = [torch.arange(3, dtype=torch.int32, device="cuda") * n for n in (seqlen_q, seqlen_k)]
-            rows = [x.flatten(0, 1) for x in (q, k, v)]
-            out, lse, _ = flash_attn_varlen_func(
-                *rows, *starts, seqlen_q, seqlen_k, 0.0, scale, kernel.causal, return_attn_probs=True
-            )
-            out, lse = out.unflatten(0, (2, seqlen_q)), lse.unflatten(1, (2, seqlen_q)).transpose(0, 1)
+            out, lse, _ = flash_attn_varlen_func(*rows, *starts, seqlen_q, seqlen_k, **options)
+            lse = lse.transpose(0, 1)
         else:
-            out, lse, _ = flash_attn_func(q, k, v, 0.0, scale, kernel.causal, return_attn_probs=True)
+            out, lse, _ = flash_attn_func(q, k, v, **options)
+            out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
         size = largest_finite(exact[1]).clamp(min=1.0)
         allowed = {"out": 2 * eps * largest(v) + 1e-6 * size, "lse": 1e-6 * size + 1e-5}
+        if "softcap" in mask:  # tanh is not exact
+            allowed = {"out": allowed["out"] + 0.02, "lse": allowed["lse"] + 2e-3 * size}
         wrong = mismatches({"out": out, "lse": lse}, {"out": exact[0], "lse": exact[1]}, allowed)
-        assert not wrong, "\n".join([f"{kernel.key}, {jump}, {(seqlen_q, seqlen_k, less, packed)}", *wrong])
+        assert not wrong, "\n".join([f"{kernel.key}, {jump}, {(seqlen_q, seqlen_k, less, packed)}, {mask}", *wrong])
 
 
 @each([kernel for kernel in PLAIN if kernel.op == "fwd"])

@@ -75,6 +75,25 @@ struct Mask {
     return min(seqlen_k - 1, chunk > 0 ? min(bound, chunk_start(position) + chunk - 1) : bound);
   }
 
+  // Both, which have a chunk's start in common.
+  __device__ __forceinline__ void interval(int query, int& first_key, int& last_key) const {
+    if constexpr (!kGeneral) {
+      first_key = first(query);
+      last_key = last(query);
+      return;
+    }
+    const int position = query + shift;
+    first_key = position - left;
+    last_key = position + right;
+    if (chunk > 0) {
+      const int start = chunk_start(position);
+      first_key = max(first_key, start);
+      last_key = min(last_key, start + chunk - 1);
+    }
+    first_key = max(0, first_key);
+    last_key = min(seqlen_k - 1, last_key);
+  }
+
   // The first query that sees a key at or after `key`, and the last that sees one at or before it; both unclamped.
   __device__ __forceinline__ int first_query(int key) const {
     if constexpr (kCausal) return key - shift;

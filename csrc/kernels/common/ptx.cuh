@@ -158,6 +158,13 @@ __device__ __forceinline__ float log2(float x) {
   return y;
 }
 
+// The lowest `count` bits, up to 32 of them.
+__device__ __forceinline__ unsigned ones(int count) {
+  unsigned mask;
+  asm("bmsk.clamp.b32 %0, 0, %1;" : "=r"(mask) : "r"(count));
+  return mask;
+}
+
 // rcp.approx: 1 ulp.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;

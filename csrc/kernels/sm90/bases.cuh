@@ -55,8 +55,8 @@ __device__ __forceinline__ void raise(float (&p)[kScores], float (&sum)[2], floa
   }
 }
 
-// The scores of 16 queries, from row `query` of the sequence on, and a block of keys from row `key` on, of which no key is
-// masked, once more: by each warp alone, and from device memory, as their tiles may be gone from shared memory. Rare, so it
+// The scores of 16 queries, from row `query` of the sequence on, and a block of keys from row `key` on, all of which
+// exist, once more: by each warp alone, and from device memory, as their tiles may be gone from shared memory. Rare, so it
 // need not be fast. The sequence begins in rows q_row and k_row.
 template <bool kBf16, int kScores>
 __device__ __forceinline__ void multiply_again(float (&s)[kScores], const flash_attn::FwdParams& p, int batch, int head,

@@ -11,8 +11,9 @@
 //
 // P is 2 to the power of score - base, where a row's base is the largest score of its first block. Later blocks need no
 // maximum: their exponentials begin at once, and that all P are in range is read off the row sums. A block of which that is
-// not so is put right, and the base raised. Blocks with a mask, and the general mask kind, find their maximum; the base is
-// then raised, and the accumulator rescaled, only when a score outgrows it.
+// not so is put right, and the base raised. Blocks at the right edge of a mask find their maximum; the base is then raised,
+// and the accumulator rescaled, only when a score outgrows it. So do blocks at the left edge of a window, unless there are
+// others between the edges, by which every row has its base.
 //
 // The general mask kind has windows, chunks, softcap and sink here; ALiBi and dropout are the sm80 family's.
 #include "common/hopper.cuh"
@@ -21,6 +22,7 @@
 #include "common/tile.cuh"
 #include "params.h"
 #include "sm90/bases.cuh"
+#include "sm90/edges.cuh"
 
 namespace {
 
@@ -204,12 +206,15 @@ struct Schedule {
 // reverse, so that each thread block gets its share of long and short tiles; or, with a counter, as they come.
 __device__ __forceinline__ void schedule(const flash_attn::FwdTmaParams& p, const Shared& shared, int lane) {
   Schedule order(p);
+  // Under a window the last rows see no more keys than the first: each consumer then passes as many before its own in a
+  // tile as after them in the one before.
+  const int reverses = !kGeneral || p.fwd.modifiers.window_left >= p.fwd.seqlen_k;
   hopper::Ring<kWorks> ring;
   for (int round = 0;; ++round) {
     hopper::barrier_wait(shared.work_empty(ring.stage), ring.phase ^ 1);
     unsigned number = round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
     if (p.next_tile != nullptr) number = __shfl_sync(0xffffffffu, lane == 0 ? atomicAdd(p.next_tile, 1) : 0, 0);
-    const Work work = order.next(number, round & 1, lane);
+    const Work work = order.next(number, round & 1 & reverses, lane);
     if (lane == 0) {
       const unsigned place = shared.work(ring.stage);
       ptx::store_shared_16(place, make_uint4(work.batch, work.head, work.first_row, work.end_row));
@@ -361,26 +366,12 @@ __device__ __forceinline__ bool softmax(float (&s)[kScores], float (&row_max)[2]
   return any;
 }
 
-__device__ __forceinline__ void apply_mask(float (&s)[kScores], const problem::Mask& mask, int row, int key) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int last = mask.last(row + 8 * half) - key;
-    const int first = mask.first(row + 8 * half) - key;
-#pragma unroll
-    for (int j = 0; j < kBlockN / 8; ++j) {
-      if (8 * j > last || (kGeneral && 8 * j < first)) s[4 * j + 2 * half] = ptx::kMinusInfinity;
-      if (8 * j + 1 > last || (kGeneral && 8 * j + 1 < first)) s[4 * j + 2 * half + 1] = ptx::kMinusInfinity;
-    }
-  }
-}
-
-// Softcap: raw scores become c tanh(scale s / c), in base 2.
+// Softcap c: raw scores become tanh(scale s / c); what is left, times c, is done by the softmax, whose scale it is.
 __device__ __forceinline__ void cap(float (&s)[kScores], const flash_attn::FwdParams& p) {
   if (p.modifiers.softcap <= 0.0f) return;
-  const float in = p.scale / p.modifiers.softcap;
-  const float out = p.modifiers.softcap * kLog2e;
+  const float in = p.scale * ptx::reciprocal(p.modifiers.softcap);
 #pragma unroll
-  for (int i = 0; i < kScores; ++i) s[i] = ptx::tanh(s[i] * in) * out;
+  for (int i = 0; i < kScores; ++i) s[i] = ptx::tanh(s[i] * in);
 }
 
 __device__ __forceinline__ void as_operand(unsigned (&probabilities)[kBlockN / 16][4], const float (&s)[kScores]) {
@@ -447,12 +438,11 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 // A warpgroup's part of a tile.
 struct Part {
   bool exists;                // there is a tile
-  int slot;                   // where it is described
   int row;                    // the first of this warp's 16 queries
   int first, last;            // key blocks [first, last) hold keys that one of the warpgroup's queries sees
-  int full_first, full_last;  // of these, [full_first, full_last) need no mask
+  int full_first, full_last;  // of these, [full_first, full_last) need no mask, and those before it no maximum
   bool cut;                   // the sequence ends within the last of them
-  int before, after;          // key blocks of the tile that are passed before `last` and after `first`
+  int before;                 // key blocks of the tile that are passed before `last`
 
   __device__ __forceinline__ bool empty() const { return last <= first; }
 };
@@ -464,7 +454,7 @@ struct Consumer {
   int group, thread, lane;
   hopper::Ring<kStages> k_ring, v_ring;
   hopper::Ring<kQueryStages> q_ring;
-  hopper::Ring<kWorks> work_ring;
+  unsigned tiles = 0;  // that were opened
 
   __device__ __forceinline__ void arrive(unsigned barrier) const {
     if (lane == 0) hopper::barrier_arrive(barrier);
@@ -508,26 +498,29 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ int row_of_warp(const Work& work) const { return work.row_of(group) + thread / 32 * 16; }
+
   // The next tile, once it is known.
   __device__ __forceinline__ Part open() {
-    hopper::barrier_wait(shared.work_full(work_ring.stage), work_ring.phase);
-    const Work work = read_work(shared, work_ring.stage);
+    hopper::barrier_wait(shared.work_full(tiles % kWorks), tiles / kWorks % 2);
+    ++tiles;
+    const Work work = this->work();
     const problem::Mask mask(work.seqlen_q, work.seqlen_k, params.fwd.modifiers);
     const int begin = work.row_of(group);
     const int end = min(begin + 64, work.end_row) - 1;
     Part part;
     part.exists = work.batch >= 0;
-    part.slot = work_ring.stage;
-    part.row = begin + thread / 32 * 16;
+    part.row = row_of_warp(work);
     part.first = work.first;
     part.last = max(0, mask.last(end) + kBlockN) / kBlockN;
     part.full_first = 0;
-    // Under a causal mask, the block in which the first row's last key is the last one counts as masked: by then every row
+    // Where there is a mask, the block in which the first row's last key is the last one counts as masked: by then every row
     // has a base.
-    part.full_last = max(0, mask.last(begin) + (kCausal ? 0 : 1)) / kBlockN;
+    part.full_last = max(0, mask.last(begin) + (kCausal || kGeneral ? 0 : 1)) / kBlockN;
     if constexpr (kGeneral) {
       part.first = max(part.first, mask.first(begin) / kBlockN);
       part.full_first = (mask.first(end) + kBlockN - 1) / kBlockN;
+      if (part.full_last <= part.full_first) part.full_last = part.first;  // nothing is between the edges
     }
     if (end < begin || part.empty()) part.first = part.last = work.last;
     part.exists = uniform(part.exists);
@@ -538,15 +531,15 @@ struct Consumer {
     part.full_last = uniform(part.full_last);
     part.cut = uniform(work.seqlen_k) < part.last * kBlockN;
     part.before = uniform(work.last) - part.last;
-    part.after = part.first - uniform(work.first);
-    work_ring.advance();
     return part;
   }
 
+  // Where the tile that was opened last is described, and how.
+  __device__ __forceinline__ unsigned slot() const { return (tiles - 1) % kWorks; }
+  __device__ __forceinline__ Work work() const { return read_work(shared, slot()); }
+
   // Every lane says that it has read what it needs of the description.
-  __device__ __forceinline__ void close(const Part& part) const {
-    hopper::barrier_arrive(shared.work_empty(part.slot));
-  }
+  __device__ __forceinline__ void close() const { hopper::barrier_arrive(shared.work_empty(slot())); }
 
   __device__ __forceinline__ float* lse(const Work& work) const {
     const flash_attn::FwdParams& p = params.fwd;
@@ -555,7 +548,7 @@ struct Consumer {
 
   // A tile in which this warpgroup's queries, if it has any, see no key.
   __device__ __forceinline__ void finish_empty(const Part& part) {
-    const Work work = read_work(shared, part.slot);
+    const Work work = this->work();
     if (work.last > work.first) {
       wait_q();
       __syncwarp();
@@ -569,13 +562,14 @@ struct Consumer {
       lse(work)[part.row + lane] = sink ? p.modifiers.sink[work.head] : ptx::kMinusInfinity;
     }
     store_rows(p, work, part.row, lane, [](int, int) { return 0u; });
-    close(part);
+    close();
   }
 
   // The result and its log-sum-exp. Without a branch: what does not depend on the last product runs under it.
-  __device__ __forceinline__ void finish(const Part& part, const Work& work, const float (&out)[kOutputs],
-                                         const float (&row_max)[2], const float (&row_sum)[2]) const {
+  __device__ __forceinline__ void finish(const Work& work, const float (&out)[kOutputs], const float (&row_max)[2],
+                                         const float (&row_sum)[2]) const {
     const flash_attn::FwdParams& p = params.fwd;
+    const int first_row = row_of_warp(work);
     float sink = ptx::kMinusInfinity;  // one more logit of each row, with no value behind it
     if (kGeneral && p.modifiers.sink != nullptr) sink = p.modifiers.sink[work.head] * kLog2e;
     float inverse[2], sums[2];
@@ -584,7 +578,7 @@ struct Consumer {
       sums[half] = row_sum[half] + __shfl_xor_sync(0xffffffffu, row_sum[half], 1);
       sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
     }
-    float* const row_lse = lse(work) + part.row + lane / 4;
+    float* const row_lse = lse(work) + first_row + lane / 4;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = sums[half];
@@ -600,12 +594,11 @@ struct Consumer {
       inverse[half] = sum == 0.0f ? 0.0f : scale * ptx::reciprocal(sum);
       // Of no key, both m and the logarithm are -infinity.
       ptx::store_global(row_lse + 8 * half, (m + ptx::log2(sum)) * kLn2,
-                        lane % 4 == 0 && part.row + lane / 4 + 8 * half < work.end_row);
+                        lane % 4 == 0 && first_row + lane / 4 + 8 * half < work.end_row);
     }
-    store_rows(p, work, part.row, lane, [&](int half, int j) {
+    store_rows(p, work, first_row, lane, [&](int half, int j) {
       return ptx::pack<kBf16>(out[4 * j + 2 * half] * inverse[half], out[4 * j + 2 * half + 1] * inverse[half]);
     });
-    close(part);
   }
 };
 
@@ -613,9 +606,9 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
   const flash_attn::FwdParams& p = params.fwd;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
-  const int group = uniform(threadIdx.x / 128) - 1;
+  const int group = uniform(threadIdx.x / 128 - 1);
   Consumer c{params, shared, group, thread, lane};
-  const float scale_log2 = kGeneral && p.modifiers.softcap > 0.0f ? 1.0f : p.scale_log2;
+  const float scale_log2 = kGeneral && p.modifiers.softcap > 0.0f ? p.modifiers.softcap * kLog2e : p.scale_log2;
 
   float s[kScores];
   float out[kOutputs];
@@ -638,11 +631,10 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
     }
     float row_max[2] = {ptx::kMinusInfinity, ptx::kMinusInfinity};
     float row_sum[2] = {0.0f, 0.0f};
-    float factor[2] = {1.0f, 1.0f};
     int n = part.last - 1;
     auto mask = [&]() {
-      const uint4 sequence = ptx::load_shared_16(shared.work(part.slot) + 16);
-      apply_mask(s, problem::Mask(sequence.z, sequence.w, p.modifiers), part.row + lane / 4, n * kBlockN + lane % 4 * 2);
+      const uint4 sequence = ptx::load_shared_16(shared.work(c.slot()) + 16);
+      edges::hide(s, problem::Mask(sequence.z, sequence.w, p.modifiers), part.row + lane / 4, n * kBlockN + lane % 4 * 2);
     };
 
     hopper::wgmma_wait<0>();
@@ -650,7 +642,8 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
     c.release_k();
     if (n == part.first) c.release_q();
     if constexpr (kGeneral) cap(s, p);
-    if (n >= part.full_last || (kGeneral && n < part.full_first)) mask();
+    if (kCausal || kGeneral || n >= part.full_last) mask();
+    float factor[2];
     softmax<true>(s, row_max, row_sum, factor, scale_log2);
     as_operand(probabilities, s);
 #pragma unroll
@@ -658,12 +651,13 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
     c.pass_v(part.before);
     if (part.cut) {
       c.wait_v();
-      clear_tail(shared.v(c.v_ring.stage), read_work(shared, part.slot).seqlen_k - n * kBlockN, group, thread);
+      clear_tail(shared.v(c.v_ring.stage), c.work().seqlen_k - n * kBlockN, group, thread);
     }
     --n;
 
     auto step = [&](auto masked) {
       constexpr bool kMasked = decltype(masked)::value;
+      float factor[2];
       c.wait_k();
       hopper::wgmma_fence();
       multiply_scores(s, shared.q(c.q_ring.stage, group), shared.k(c.k_ring.stage));
@@ -673,12 +667,11 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
       hopper::hold(s);
       c.release_k();
       if (n == part.first) c.release_q();
-      if constexpr (kGeneral) {
-        cap(s, p);
-        if (n >= part.full_last || n < part.full_first) mask();
-      } else if constexpr (kMasked) {
+      if constexpr (kGeneral) cap(s, p);
+      if constexpr (kMasked) {
         mask();
       } else {
+        if (kGeneral && n < part.full_first) mask();
         float sum[2];
         bases::exponentials(s, sum, row_max, scale_log2);
         // The compiler would have the exponentials wait for P V: it moves a wait up as far as a branch.
@@ -692,8 +685,12 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
         if (__any_sync(0xffffffffu, largest > bases::kLargest)) {
           bool grown = true;
           if (__any_sync(0xffffffffu, largest == ptx::kInfinity)) {
-            const Work work = read_work(shared, part.slot);
+            const Work work = c.work();
             bases::multiply_again<kBf16>(s, p, work.batch, work.head, work.q_row, part.row, work.k_row, n * kBlockN, lane);
+            if constexpr (kGeneral) {
+              cap(s, p);
+              if (n < part.full_first) mask();
+            }
             sum[0] = sum[1] = 0.0f;
             grown = softmax<true>(s, row_max, row_sum, factor, scale_log2);
           } else {
@@ -717,7 +714,9 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
     };
     if constexpr (kGeneral) {
 #pragma unroll 1
-      for (; n >= part.first; --n) step(tile::True{});
+      for (; n >= part.full_last; --n) step(tile::True{});
+#pragma unroll 1
+      for (; n >= part.first; --n) step(tile::False{});
     } else {
       if constexpr (kCausal) {
 #pragma unroll 1
@@ -733,23 +732,26 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
     c.wait_v();
     hopper::wgmma_fence();
     multiply_values(out, probabilities, shared.v(c.v_ring.stage));
-    const Part next = c.open();
-    begun = next.exists && !next.empty() && next.before < kStages && part.after == 0;
+    const Work work = c.work();
+    const int after = kGeneral ? part.first - uniform(work.first) : 0;  // key blocks of the tile that are passed
+    c.close();
+    Part next = c.open();
+    begun = next.exists && !next.empty() && after + next.before < kStages;
     if (begun) {
       c.wait_q();
+      next.before += after;
       c.pass_k(next.before);
       c.wait_k();
     }
     multiply_scores(s, shared.q(c.q_ring.stage, group), shared.k(c.k_ring.stage));
-    const Work work = read_work(shared, part.slot);
     hopper::wgmma_wait<1>();
     hopper::hold(out);
     c.release_v();
-    c.finish(part, work, out, row_max, row_sum);
+    c.finish(work, out, row_max, row_sum);
     if (!begun) {
       hopper::wgmma_wait<0>();
       hopper::hold(s);
-      c.pass(part.after);
+      c.pass(after);
     }
     part = next;
   }
