@@ -455,37 +455,42 @@ __device__ __forceinline__ void join_splits(const flash_attn::DecodeParams& p) {
   const long long rows = p.lse_count;
   const int row = blockIdx.x * (flash_attn::kCombineThreads / 32) + threadIdx.x / 32;
   ptx::launch_dependents();
-  ptx::wait_on_dependencies();
-  if (row >= rows) return;
-
-  // Some splits at a time, so that loads are under way together; the first ones while their weights are found.
-  constexpr int kTogether = 16;
-  const float* const lse = p.partial_lse + row;
-  const float own = lane < p.splits ? lse[lane * rows] : ptx::kMinusInfinity;
-  float4 values[kTogether];
-  const auto load = [&](int first_split, int c) {
-    const float* at = p.partial_out + (first_split * rows + row) * p.head_dim_v + c;
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i, at += rows * p.head_dim_v) {
-      values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      if (first_split + i < p.splits && c < p.head_dim_v) values[i] = *reinterpret_cast<const float4*>(at);
-    }
-  };
-  load(0, lane * 4);
-
-  // Of packed queries, which are one batch of all tokens, too.
+  // Before the wait: where everything is. Of packed queries, which are one batch of all tokens, too.
   const int all_heads = row / static_cast<int>(p.lse_head_stride);
   const int token = row - all_heads * static_cast<int>(p.lse_head_stride);
   const int batch = all_heads / p.heads;
   const int head = all_heads - batch * p.heads;
+  const long long out_at = batch * p.out_stride.batch + token * p.out_stride.row + head * p.out_stride.head;
+  const long long values_at = row * static_cast<long long>(p.head_dim_v) + lane * 4;
+  const long long lse_at = lane * rows + row;
+  const long long step = rows * p.head_dim_v;
+  const float* const lse = p.partial_lse + row;
+  char* const out = static_cast<char*>(p.out) + 2 * out_at;
+  ptx::wait_on_dependencies_after(out_at | values_at | lse_at | step);
+  if (row >= rows) return;
+
+  // Some splits at a time, so that loads are under way together; the first ones while their weights are found.
+  constexpr int kTogether = 16;
+  float4 values[kTogether];
+  const float own = lane < p.splits ? p.partial_lse[lse_at] : ptx::kMinusInfinity;
+  const auto load = [&](const float* at, int splits) {
+    long long distance = step;
+    asm volatile("" : "+l"(distance));  // so that no addresses are kept in registers from one time to the next
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i, at += distance) values[i] = ptx::load_global_16(at, i < splits);
+  };
+  load(p.partial_out + values_at, lane * 4 < p.head_dim_v ? p.splits : 0);
+
   const bool has_sink = p.modifiers.sink != nullptr;
   const float sink = has_sink ? p.modifiers.sink[head] * kLog2e : ptx::kMinusInfinity;
   float m = fmaxf(own, sink);
+#pragma unroll 1
   for (int split = lane + 32; split < p.splits; split += 32) m = fmaxf(m, lse[split * rows]);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
   const float base = m == ptx::kMinusInfinity ? 0.0f : m;
   float sum = ptx::exp2(own - base);
+#pragma unroll 1
   for (int split = lane + 32; split < p.splits; split += 32) sum += ptx::exp2(lse[split * rows] - base);
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
@@ -493,14 +498,12 @@ __device__ __forceinline__ void join_splits(const flash_attn::DecodeParams& p) {
   const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
   if (lane == 0) p.lse[row] = sum == 0.0f ? ptx::kMinusInfinity : (m + ptx::log2(sum)) * kLn2;
 
-  char* const out = static_cast<char*>(p.out) +
-                    2 * (batch * p.out_stride.batch + token * p.out_stride.row + head * p.out_stride.head);
   for (int c = lane * 4; c - lane * 4 < p.head_dim_v; c += 128) {
     float4 value = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int first = 0; first < p.splits; first += kTogether) {
       float weight = own;
       if (first > 0 || c != lane * 4) {
-        load(first, c);
+        load(p.partial_out + values_at + first * step + c - lane * 4, c < p.head_dim_v ? p.splits - first : 0);
         weight = first + lane < p.splits ? lse[(first + lane) * rows] : ptx::kMinusInfinity;
       }
       weight = ptx::exp2(weight - base) * inverse;  // of split first + lane

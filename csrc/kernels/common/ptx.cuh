@@ -260,6 +260,25 @@ __device__ __forceinline__ void wait_on_dependencies() {
 #endif
 }
 
+// The same, once `x`, which is not negative, is known: what it takes to find it is done before.
+__device__ __forceinline__ void wait_on_dependencies_after(long long x) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("{\n.reg .pred p;\nsetp.ge.s64 p, %0, 0;\n@p griddepcontrol.wait;\n}" ::"l"(x) : "memory");
+#endif
+}
+
+// A load from device memory if `wanted`, or zeros.
+__device__ __forceinline__ float4 load_global_16(const float* address, bool wanted) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\n"
+      "mov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n@p ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&f"(v.x), "=&f"(v.y), "=&f"(v.z), "=&f"(v.w)
+      : "l"(address), "r"(static_cast<int>(wanted))
+      : "memory");
+  return v;
+}
+
 // 8.8 memory consistency: an acquire load and a release store at device scope, for a lock between thread blocks.
 __device__ __forceinline__ int load_acquire(const int* address) {
   int v;
