@@ -98,10 +98,10 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   const int row_tile = all_tiles - all_heads * p.row_tiles;
   const int batch = divide(all_heads, p.by_heads_kv);
   const int head_kv = all_heads - batch * p.heads_kv;
-  const problem::Sequence sequence(p, batch);
-  const problem::Mask mask(sequence, p.modifiers);
   const int log_row_warps = __ffs(p.row_warps) - 1;
   const int team = warp >> log_row_warps;
+  const problem::Sequence sequence(p, batch);
+  const problem::Mask mask(sequence, p.modifiers);
   const int row_warp = warp & (p.row_warps - 1);
   const int all_rows = p.group * sequence.seqlen_q;
   const int first_row = row_tile * kWarpRows * p.row_warps;
@@ -339,6 +339,126 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
+  const bool last_pass = p.splits == 1;
+  const auto flat_row = [&](int head, int token) {
+    return batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_row + token;
+  };
+  // Where a row's lse, and its columns, go.
+  const auto lse_at = [&](int head, int token) { return (last_pass ? 0 : split * p.lse_count) + flat_row(head, token); };
+  const auto row_at = [&](int head, int token) {
+    return last_pass ? batch * p.out_stride.batch + head * p.out_stride.head + (sequence.q_row + token) * p.out_stride.row
+                     : lse_at(head, token) * p.head_dim_v;
+  };
+  const auto store_lse = [&](long long at, float m, float sum) {
+    const float lse = sum == 0.0f ? ptx::kMinusInfinity : m + ptx::log2(sum);
+    if (last_pass) {
+      p.lse[at] = lse * kLn2;
+    } else {
+      p.partial_lse[at] = lse;
+    }
+  };
+  const auto sink_of = [&](int head) {
+    return last_pass && p.modifiers.sink != nullptr ? p.modifiers.sink[head] * kLog2e : ptx::kMinusInfinity;
+  };
+
+  // Two teams, or one, of warps with many rows: results stay with the threads that have them. Of two teams, each takes half
+  // of the columns, and leaves the other half to the same thread of the other.
+  if constexpr (kUnits == 2) {
+    constexpr int kHalf = kDimTiles / 2;
+    constexpr int kUnitThreads = kUnitWarps * 32;
+    const bool two_teams = kWarps >> log_row_warps == 2;
+    const int unit_thread = thread % kUnitThreads;
+    float4* const mine = reinterpret_cast<float4*>(shared_memory + team * kUnitBytes) + unit_thread;
+    const float4* const theirs = reinterpret_cast<const float4*>(shared_memory + (1 - team) * kUnitBytes) + unit_thread;
+    static_assert((kHalf + 1) * kUnitThreads * 16 <= kUnitBytes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 1);
+      row_sum[half] += __shfl_xor_sync(0xffffffffu, row_sum[half], 2);
+    }
+    const auto leave = [&](auto from) {
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) {
+        const float(&x)[4] = out[decltype(from)::value + j];
+        mine[j * kUnitThreads] = make_float4(x[0], x[1], x[2], x[3]);
+      }
+    };
+    float4 other = make_float4(ptx::kMinusInfinity, 0.0f, ptx::kMinusInfinity, 0.0f);  // maximum and sum of both rows
+    if (two_teams) {
+      ptx::cp_async_wait<0>();
+      sync_team(team, p.row_warps);  // that all of the team have its memory to themselves
+      mine[kHalf * kUnitThreads] = make_float4(row_max[0], row_sum[0], row_max[1], row_sum[1]);
+      if (team == 0) {
+        leave(Int<kHalf>());
+      } else {
+        leave(Int<0>());
+      }
+      __syncthreads();
+      other = theirs[kHalf * kUnitThreads];
+    }
+    bool exists[2];
+    long long at[2];
+    float own_weight[2], other_weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int block_row = row_unit * kBlockM + unit_warp * kWarpRows + lane / 4 + 8 * half;
+      exists[half] = block_row < rows;
+      const int r = first_row + min(block_row, rows - 1);
+      const int token = divide(r, p.by_group);
+      const int head = head_kv * p.group + r - token * p.group;
+      at[half] = row_at(head, token) + lane % 4 * 2;
+      const float sink = sink_of(head);
+      const float other_max = half == 0 ? other.x : other.z;
+      const float m = fmaxf(fmaxf(row_max[half], other_max), sink);
+      const float base = m == ptx::kMinusInfinity ? 0.0f : m;
+      own_weight[half] = ptx::exp2(row_max[half] - base);
+      other_weight[half] = ptx::exp2(other_max - base);
+      const float sum = fmaf(row_sum[half], own_weight[half],
+                             fmaf(half == 0 ? other.y : other.w, other_weight[half], ptx::exp2(sink - base)));
+      if (exists[half] && lane % 4 == 0 && (team == 0 || !two_teams)) store_lse(lse_at(head, token), m, sum);
+      const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+      own_weight[half] *= inverse;
+      other_weight[half] *= inverse;
+    }
+    const auto finish = [&](auto from) {
+#pragma unroll
+      for (int j = 0; j < kHalf; ++j) {
+        const int c = 8 * (decltype(from)::value + j);
+        if (c >= p.head_dim_v) break;
+        const float(&x)[4] = out[decltype(from)::value + j];
+        float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (two_teams) y = theirs[j * kUnitThreads];
+        const float ys[4] = {y.x, y.y, y.z, y.w};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float low = fmaf(x[2 * half], own_weight[half], ys[2 * half] * other_weight[half]);
+          const float high = fmaf(x[2 * half + 1], own_weight[half], ys[2 * half + 1] * other_weight[half]);
+          if (!exists[half]) continue;
+          if (last_pass) {
+            *reinterpret_cast<unsigned*>(static_cast<char*>(p.out) + 2 * (at[half] + c)) = ptx::pack<kBf16>(low, high);
+          } else {
+            *reinterpret_cast<float2*>(p.partial_out + at[half] + c) = make_float2(low, high);
+          }
+        }
+      }
+    };
+    if (team == 0 || !two_teams) finish(Int<0>());
+    if (team != 0 || !two_teams) finish(Int<kHalf>());
+    return;
+  }
+
+  // Each warp joins some rows. A lane is for one team and one of these rows: where that goes is found first.
+  const int log_teams = __ffs(kWarps) - 1 - log_row_warps;
+  const int teams = 1 << log_teams;
+  const int team_step = p.row_warps * (kWarpBytes / 4);
+  const int lane_row = warp + (lane >> log_teams) * kWarps;
+  const int lane_team = lane & (teams - 1);
+  const int r = first_row + min(lane_row, rows - 1);
+  const int lane_token = divide(r, p.by_group);
+  const int lane_head = head_kv * p.group + r - lane_token * p.group;
+  const long long lane_lse_at = lse_at(lane_head, lane_token);
+  const long long lane_row_at = row_at(lane_head, lane_token);
+
   // Each warp leaves its maxima, sums and sums of values.
   ptx::cp_async_wait<0>();
   __syncthreads();
@@ -348,6 +468,7 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
     float* const mine = partial + warp * (kWarpBytes / 4);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      if (rows - row_warp * kWarpRows <= 8 * half) break;
       float sum = row_sum[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
@@ -362,57 +483,34 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   }
   __syncthreads();
 
-  // Then each warp joins some rows: rows warp, warp + kWarps, and so on. One lane finds the log-sum-exp of a row, and the
-  // weight of each team, of which one warp had it; all lanes add up values.
-  const int teams = kWarps >> log_row_warps;
-  const int team_step = p.row_warps * (kWarpBytes / 4);
-  const bool last_pass = p.splits == 1;
   const auto had_row = [&](int block_row) { return partial + block_row / kWarpRows * (kWarpBytes / 4); };
-  const auto head_of = [&](int block_row, int& token) {
-    const int r = first_row + block_row;
-    token = divide(r, p.by_group);
-    return head_kv * p.group + r - token * p.group;
-  };
-  const auto flat_row = [&](int head, int token) {
-    return batch * p.lse_batch_stride + head * p.lse_head_stride + sequence.q_row + token;
-  };
-  float weights[kUnits];
-#pragma unroll
-  for (int t = 0; t < kUnits; ++t) weights[t] = 0.0f;
-  if (warp + lane * kWarps < rows) {
-    const int block_row = warp + lane * kWarps;
-    int token;
-    const int head = head_of(block_row, token);
-    const float* const statistics = had_row(block_row) + kStatistics + block_row % kWarpRows * 2;
-    const bool has_sink = last_pass && p.modifiers.sink != nullptr;
-    const float sink = has_sink ? p.modifiers.sink[head] * kLog2e : ptx::kMinusInfinity;
-    float m = sink;
-#pragma unroll
-    for (int t = 0; t < kUnits; ++t) {
-      if (t < teams) m = fmaxf(m, statistics[t * team_step]);
-    }
-    const float base = m == ptx::kMinusInfinity ? 0.0f : m;
-    float sum = has_sink ? ptx::exp2(sink - base) : 0.0f;
-#pragma unroll
-    for (int t = 0; t < kUnits; ++t) {
-      if (t >= teams) break;
-      weights[t] = ptx::exp2(statistics[t * team_step] - base);
-      sum = fmaf(statistics[t * team_step + 1], weights[t], sum);
-    }
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-#pragma unroll
-    for (int t = 0; t < kUnits; ++t) weights[t] *= inverse;
-    const float lse = sum == 0.0f ? ptx::kMinusInfinity : m + ptx::log2(sum);
-    if (last_pass) {
-      p.lse[flat_row(head, token)] = lse * kLn2;
-    } else {
-      p.partial_lse[split * p.lse_count + flat_row(head, token)] = lse;
-    }
+  const bool counts = lane_row < rows;
+  float2 statistics = make_float2(ptx::kMinusInfinity, 0.0f);
+  if (counts) {
+    statistics = *reinterpret_cast<const float2*>(had_row(lane_row) + lane_team * team_step + kStatistics +
+                                                  lane_row % kWarpRows * 2);
   }
-  __syncwarp();
+  const float sink = sink_of(lane_head);
+  float m = fmaxf(statistics.x, sink);
+#pragma unroll
+  for (int offset = kUnits / 2; offset > 0; offset /= 2) {
+    if (offset < teams) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, offset));
+  }
+  const float base = m == ptx::kMinusInfinity ? 0.0f : m;
+  float weight = ptx::exp2(statistics.x - base);
+  float sum = statistics.y * weight;
+#pragma unroll
+  for (int offset = kUnits / 2; offset > 0; offset /= 2) {
+    if (offset < teams) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  }
+  sum += ptx::exp2(sink - base);
+  weight *= sum == 0.0f ? 0.0f : 1.0f / sum;
+  if (counts && lane_team == 0) store_lse(lane_lse_at, m, sum);
 
   constexpr int kRowsTogether = kUnits < 8 ? 8 / kUnits : 1;
+#pragma unroll 1
   for (int c = lane * 4; c - lane * 4 < p.head_dim_v; c += 128) {
+#pragma unroll 1
     for (int number = 0; warp + number * kWarps < rows; number += kRowsTogether) {
       float4 values[kRowsTogether];
 #pragma unroll
@@ -423,23 +521,19 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
 #pragma unroll
         for (int t = 0; t < kUnits; ++t, theirs += team_step) {
           if (t >= teams) break;
-          add(values[i], *reinterpret_cast<const float4*>(theirs), __shfl_sync(0xffffffffu, weights[t], number + i));
+          add(values[i], *reinterpret_cast<const float4*>(theirs),
+              __shfl_sync(0xffffffffu, weight, ((number + i) << log_teams) + t));
         }
       }
 #pragma unroll
       for (int i = 0; i < kRowsTogether; ++i) {
-        const int block_row = warp + (number + i) * kWarps;
-        if (block_row >= rows || c >= p.head_dim_v) continue;
-        int token;
-        const int head = head_of(block_row, token);
+        const long long at = __shfl_sync(0xffffffffu, lane_row_at, (number + i) << log_teams) + c;
+        if (warp + (number + i) * kWarps >= rows || c >= p.head_dim_v) continue;
         if (last_pass) {
-          char* const row = static_cast<char*>(p.out) + 2 * (batch * p.out_stride.batch + head * p.out_stride.head +
-                                                             (sequence.q_row + token) * p.out_stride.row);
-          *reinterpret_cast<uint2*>(row + 2 * c) =
+          *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + 2 * at) =
               make_uint2(ptx::pack<kBf16>(values[i].x, values[i].y), ptx::pack<kBf16>(values[i].z, values[i].w));
         } else {
-          const long long at = split * p.lse_count + flat_row(head, token);
-          *reinterpret_cast<float4*>(p.partial_out + at * p.head_dim_v + c) = values[i];
+          *reinterpret_cast<float4*>(p.partial_out + at) = values[i];
         }
       }
     }
