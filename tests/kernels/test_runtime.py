@@ -145,7 +145,7 @@ def test_decoding_waits_for_all_that_is_before_it(captured):
         torch.randn(3, rows, heads, kernel.head_dim, device="cuda").to(kernel.dtype)
         for rows, heads in ((2, 4), (3000, 2), (3000, 2))
     )
-    fresh_lengths = torch.tensor([3000, 17, 1500], device="cuda", dtype=torch.int32)
+    fresh_lengths, last_lengths = torch.tensor([[3000, 17, 1500], [5, 2999, 0]], device="cuda", dtype=torch.int32)
     q, k, v, lengths = (torch.zeros_like(x) for x in (fresh_q, fresh_k, fresh_v, fresh_lengths))
 
     def decode(q, k, v, lengths):
@@ -165,13 +165,14 @@ def test_decoding_waits_for_all_that_is_before_it(captured):
         first = decode(q, k, v, lengths)
         second = decode(first, k, v, lengths)
         v.neg_()
+        lengths.copy_(last_lengths)
         return first, second, decode(second, k, v, lengths)
 
     first = decode(fresh_q, fresh_k, fresh_v, fresh_lengths)
     torch.cuda.synchronize()
     second = decode(first, fresh_k, fresh_v, fresh_lengths)
     torch.cuda.synchronize()
-    wanted = first, second, decode(second, fresh_k, -fresh_v, fresh_lengths)
+    wanted = first, second, decode(second, fresh_k, -fresh_v, last_lengths)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     if captured:

@@ -21,6 +21,9 @@ constexpr int kWarps = FA_WARPS;
 constexpr int kStages = FA_STAGES;
 constexpr bool kBf16 = FA_BF16;
 
+// Whether the GPU can begin a kernel before the one before it ends.
+constexpr bool kBeginsEarly = __CUDA_ARCH__ >= 900;
+
 constexpr int kThreads = kWarps * 32;
 constexpr int kWarpRows = 16;
 constexpr int kUnitWarps = kBlockM / kWarpRows;
@@ -89,8 +92,11 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   const int lane = thread % 32;
   const int warp = thread / 32;
   ptx::launch_dependents();
-  // The launch before, which may still be running, writes new keys and rotates q.
-  ptx::wait_on_dependencies();
+  // The launch before, which may still be running, writes new keys, rotates q and may write lengths. One that is read before
+  // the wait is a guess, with which copying begins at once after it.
+  const bool guesses = kBeginsEarly && p.sequences.cu_seqlens_q == nullptr && p.sequences.leftpad_k == nullptr &&
+                       p.cache_batch_idx == nullptr && p.splits > 1;
+  if (!guesses) ptx::wait_on_dependencies();
 
   const int all_tiles = divide(blockIdx.x, p.by_splits);
   const int split = blockIdx.x - all_tiles * p.splits;
@@ -100,8 +106,8 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   const int head_kv = all_heads - batch * p.heads_kv;
   const int log_row_warps = __ffs(p.row_warps) - 1;
   const int team = warp >> log_row_warps;
-  const problem::Sequence sequence(p, batch);
-  const problem::Mask mask(sequence, p.modifiers);
+  problem::Sequence sequence(p, batch, guesses);
+  problem::Mask mask(sequence, p.modifiers);
   const int row_warp = warp & (p.row_warps - 1);
   const int all_rows = p.group * sequence.seqlen_q;
   const int first_row = row_tile * kWarpRows * p.row_warps;
@@ -111,11 +117,15 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   // This block's keys: its split of what any of its rows sees.
   const int first_token = divide(first_row, p.by_group);
   const int last_token = divide(first_row + rows - 1, p.by_group);
-  const int tile_first = mask.first(first_token) / kBlockN;
-  const int tile_last = max(0, mask.last(last_token) + kBlockN) / kBlockN;
-  const int tiles_per_split = divide(max(0, tile_last - tile_first) + p.splits - 1, p.by_splits);
-  const int begin = tile_first + split * tiles_per_split;
-  const int end = min(tile_last, begin + tiles_per_split);
+  int begin, end;
+  const auto find_keys = [&] {
+    const int tile_first = mask.first(first_token) / kBlockN;
+    const int tile_last = max(0, mask.last(last_token) + kBlockN) / kBlockN;
+    const int tiles_per_split = divide(max(0, tile_last - tile_first) + p.splits - 1, p.by_splits);
+    begin = tile_first + split * tiles_per_split;
+    end = min(tile_last, begin + tiles_per_split);
+  };
+  find_keys();
 
   // This unit's rows.
   const int row_units = p.row_warps / kUnitWarps;  // of the team
@@ -198,14 +208,32 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   };
 
   const int unit = warp / kUnitWarps;
-  Place next_place = locate(begin + unit);
+  Place next_place;
+  int used = 0;
+  for (;;) {
 #pragma unroll 1
-  for (int stage = 0; stage < kStages; ++stage) {
-    const Place place = next_place;
-    next_place = locate(begin + unit + (stage + 1) * kUnits);
-    if (begin + unit + stage * kUnits < end) load(stage, place);
-    if (stage == 0) load_query();
-    ptx::cp_async_commit();
+    for (int stage = 0; stage < kStages; ++stage) {
+      if (stage == 0) {
+        if (guesses) {  // addresses were computed before the loop
+          ptx::wait_on_dependencies();
+          if (p.sequences.seqused_k != nullptr) used = ptx::load_past_l1(p.sequences.seqused_k + batch);
+        }
+        next_place = locate(begin + unit);
+      }
+      const Place place = next_place;
+      next_place = locate(begin + unit + (stage + 1) * kUnits);
+      if (begin + unit + stage * kUnits < end) load(stage, place);
+      if (stage == 0) load_query();
+      ptx::cp_async_commit();
+    }
+    if (!guesses || p.sequences.seqused_k == nullptr) break;
+    // The length was asked for before the keys, behind which it would have come.
+    const int seqlen_k = max(0, min(p.seqlen_k, used + p.sequences.new_keys));
+    if (seqlen_k == sequence.seqlen_k) break;
+    sequence.seqlen_k = seqlen_k;
+    mask = problem::Mask(sequence, p.modifiers);
+    find_keys();
+    ptx::cp_async_wait<0>();
   }
 
   // While they come: the unit's tiles, of which at least one row sees a key; and the keys that all rows see.

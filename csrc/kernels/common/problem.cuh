@@ -1,6 +1,7 @@
 // One sequence of the batch, and which of its keys a query sees.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "params.h"
 
 // Mask kinds of the kernel table. Full and causal are compiled without tests that they do not need; general has every
@@ -20,8 +21,9 @@ struct Sequence {
   int seqlen_q;
   int seqlen_k;
 
+  // `early`: what a kernel before may still be writing is read past L1, which would keep it, and may be anything.
   template <typename Params>
-  __device__ __forceinline__ Sequence(const Params& p, int batch) {
+  __device__ __forceinline__ Sequence(const Params& p, int batch, bool early = false) {
     const flash_attn::Sequences& s = p.sequences;
     q_row = k_row = 0;
     seqlen_q = p.seqlen_q;
@@ -35,7 +37,11 @@ struct Sequence {
       seqlen_k = s.cu_seqlens_k[batch + 1] - static_cast<int>(k_row);
     }
     if (s.seqused_q != nullptr) seqlen_q = min(seqlen_q, s.seqused_q[batch]);
-    if (s.seqused_k != nullptr) seqlen_k = min(seqlen_k, s.seqused_k[batch] + s.new_keys);
+    if (s.seqused_k != nullptr) {
+      const int used = early ? ptx::load_past_l1(s.seqused_k + batch) : s.seqused_k[batch];
+      seqlen_k = min(seqlen_k, used + s.new_keys);
+    }
+    if (early) seqlen_k = max(0, seqlen_k);
     if (s.leftpad_k != nullptr) {
       const int padding = max(0, s.leftpad_k[batch]);  // there are no rows before the first
       k_row += padding;

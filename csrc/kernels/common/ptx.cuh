@@ -267,6 +267,13 @@ __device__ __forceinline__ void wait_on_dependencies_after(long long x) {
 #endif
 }
 
+// A load past L1: sees what other kernels write meanwhile.
+__device__ __forceinline__ int load_past_l1(const int* address) {
+  int value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // A load from device memory if `wanted`, or zeros.
 __device__ __forceinline__ float4 load_global_16(const float* address, bool wanted) {
   float4 v;
