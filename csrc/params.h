@@ -253,7 +253,8 @@ struct DecodeParams {
   int seqlen_k;  // capacity, or a length that all sequences have
   int head_dim;
   int head_dim_v;
-  int row_warps;  // warps, of 16 rows each, that share their keys: a power of two, from block_m / 16 to a block's warps
+  int warps;      // of a block: a power of two, up to those of the record
+  int row_warps;  // warps, of 16 rows each, that share their keys: a power of two, from block_m / 16 to `warps`
   int row_tiles;  // ceil(group * seqlen_q / (16 * row_warps))
   int splits;
   Divisor by_group, by_heads_kv, by_row_tiles, by_splits;

@@ -53,6 +53,7 @@ struct Kernel {
   int multiprocessors;
   bool tensor_maps;  // of the sm90 family: parameters are FwdTmaParams or BwdTmaParams
   bool waits;        // its code waits for the launch before it where it has to, so that it may begin during that one
+  bool halves;       // a multiprocessor has room for two blocks of half of the threads and shared memory
   bool masked;       // of a mask kind that makes some tiles longer than others
 };
 

@@ -284,6 +284,8 @@ Kernel load_kernel(const Driver& cuda, const KernelSet& set, const Choice& choic
   kernel.multiprocessors = gpu.multiprocessors;
   kernel.masked = query.mask != Mask::full;
   kernel.tensor_maps = (query.op == Op::fwd || query.op == Op::bwd) && strncmp(record->key + 3, "-sm90-", 6) == 0;
+  // Besides its own, a block takes 1 KiB, which a multiprocessor has once more than a block can have.
+  kernel.halves = static_cast<int64_t>(record->smem_bytes) + 1024 <= gpu.shared_bytes;
   // ptx::wait_on_dependencies is nothing in code for less than 9.0.
   kernel.waits = cuda.overlaps_launches && atoi(record->arch) >= 90;
   for (int i = 0; i < points.count; ++i) {

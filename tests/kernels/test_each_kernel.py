@@ -258,6 +258,30 @@ def test_decode(kernel, cache):
         assert not wrong, "\n".join([kernel.key, str(case), *wrong])
 
 
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("batch", [20, 64])
+@each(DECODE)
+def test_decode_of_more_heads_than_multiprocessors(kernel, batch, alike):
+    """Blocks of half of the warps, or for two heads where lengths are alike."""
+    for seqlen_q in (1, 5, 16):
+        case = CacheCase(
+            seed=seqlen_q,
+            dtype=kernel.dtype,
+            batch=batch,
+            seqlen_q=seqlen_q,
+            heads=16,
+            heads_kv=8,
+            head_dim=kernel.head_dim,
+            head_dim_v=kernel.head_dim,
+            capacity=150,
+            lengths=tuple(140 + i % 7 if alike else i * 11 % 151 for i in range(batch)),
+            page_size=16 * (seqlen_q % 2),
+            causal=True,
+        )
+        wrong = run_cache(case, before=poison)
+        assert not wrong, "\n".join([kernel.key, str(case), *wrong])
+
+
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 128, 256])
 @each(ROTARY)
 def test_rotary(kernel, head_dim):

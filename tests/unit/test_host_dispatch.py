@@ -642,7 +642,37 @@ def test_splits(machine: Machine, call: str, splits: int, grids: list[str]) -> N
     assert machine.run(f"decode 0 bf16 general 128 {call}") == [f"ok splits={splits} row_warps=1"]
     launches = machine.log("launch")
     assert [launch["grid"] for launch in launches] == grids
-    assert [launch["block"] for launch in launches] == ["256", "64"][: len(grids)]
+    assert all(launch["block"] == "64" for launch in launches[1:])
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "warps"),
+    [
+        (16, 1, 8),  # one wave of 132 multiprocessors
+        (17, 1, 4),  # two, of which the second is almost empty
+        (32, 1, 4),  # two, both full: one
+        (34, 1, 8),  # three; or two, of which half of the second would be empty
+        (51, 1, 4),  # four, of which the last is almost empty; or two
+        (64, 1, 8),
+        (32, 9, 4),  # four warps share their keys
+        (32, 20, 8),  # all of them do
+    ],
+)
+def test_half_of_the_warps_where_two_blocks_do_better(machine: Machine, batch: int, tokens: int, warps: int) -> None:
+    record = kernel("decode-sm80-bf16-d128-general", "90", threads=256, smem_bytes=163840)
+    machine.write_kernels(archive.pack("x", [record]))
+    machine.run(f"decode 0 bf16 general 128 {batch} {tokens} 8192 32 8")
+    [launch] = machine.log("launch")
+    assert (launch["grid"], launch["block"]) == (f"{8 * batch},1", str(32 * warps))
+    assert launch["smem"] == str(163840 * warps // 8)
+
+
+def test_no_half_of_the_warps_where_two_blocks_do_not_fit(machine: Machine) -> None:
+    record = kernel("decode-sm80-bf16-d128-general", "90", threads=256, smem_bytes=232000)
+    machine.write_kernels(archive.pack("x", [record]))
+    machine.run("decode 0 bf16 general 128 17 1 8192 32 8")
+    [launch] = machine.log("launch")
+    assert (launch["block"], launch["smem"]) == ("256", "232000")
 
 
 @pytest.mark.parametrize(

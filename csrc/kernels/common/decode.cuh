@@ -4,7 +4,8 @@
 // unit, a warp or a warpgroup, has as many rows as its matrix product takes; it walks keys of its own with its own cp.async
 // pipeline and never waits for another unit. Of more rows, some units form a team: each has rows of its own, and all of
 // them use the keys that any of them copied, so that the cache is still read once. A cache is cut into p.splits parts by its
-// length on the device, so that the host needs no synchronisation to balance the work; flash_combine joins the parts.
+// length on the device, so that the host needs no synchronisation to balance the work; flash_combine joins the parts. A block
+// has the warps that the host says, up to kWarps.
 #pragma once
 
 #include "common/problem.cuh"
@@ -104,6 +105,7 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   const int row_tile = all_tiles - all_heads * p.row_tiles;
   const int batch = divide(all_heads, p.by_heads_kv);
   const int head_kv = all_heads - batch * p.heads_kv;
+  const int units = p.warps / kUnitWarps;
   const int log_row_warps = __ffs(p.row_warps) - 1;
   const int team = warp >> log_row_warps;
   problem::Sequence sequence(p, batch, guesses);
@@ -221,8 +223,8 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
         next_place = locate(begin + unit);
       }
       const Place place = next_place;
-      next_place = locate(begin + unit + (stage + 1) * kUnits);
-      if (begin + unit + stage * kUnits < end) load(stage, place);
+      next_place = locate(begin + unit + (stage + 1) * units);
+      if (begin + unit + stage * units < end) load(stage, place);
       if (stage == 0) load_query();
       ptx::cp_async_commit();
     }
@@ -344,7 +346,7 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
 
   constexpr int kTogether = Products::kTogether;
   int stage = 0;
-  for (int team_tile = begin + team * row_units; team_tile < end; team_tile += kUnits) {
+  for (int team_tile = begin + team * row_units; team_tile < end; team_tile += units) {
     ptx::cp_async_wait<kStages - 1>();
     Products::arrived();
     sync_team(team, p.row_warps);
@@ -359,9 +361,9 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
     }
     sync_team(team, p.row_warps);
     // Into the place of what all of the team have used.
-    const int next = team_tile + row_unit + kStages * kUnits;
+    const int next = team_tile + row_unit + kStages * units;
     const Place place = next_place;
-    next_place = locate(next + kUnits);
+    next_place = locate(next + units);
     if (next < end) load(stage, place);
     ptx::cp_async_commit();
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -394,7 +396,7 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   if constexpr (kUnits == 2) {
     constexpr int kHalf = kDimTiles / 2;
     constexpr int kUnitThreads = kUnitWarps * 32;
-    const bool two_teams = kWarps >> log_row_warps == 2;
+    const bool two_teams = p.warps >> log_row_warps == 2;
     const int unit_thread = thread % kUnitThreads;
     float4* const mine = reinterpret_cast<float4*>(shared_memory + team * kUnitBytes) + unit_thread;
     const float4* const theirs = reinterpret_cast<const float4*>(shared_memory + (1 - team) * kUnitBytes) + unit_thread;
@@ -476,10 +478,10 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   }
 
   // Each warp joins some rows. A lane is for one team and one of these rows: where that goes is found first.
-  const int log_teams = __ffs(kWarps) - 1 - log_row_warps;
+  const int log_teams = __ffs(p.warps) - 1 - log_row_warps;
   const int teams = 1 << log_teams;
   const int team_step = p.row_warps * (kWarpBytes / 4);
-  const int lane_row = warp + (lane >> log_teams) * kWarps;
+  const int lane_row = warp + (lane >> log_teams) * p.warps;
   const int lane_team = lane & (teams - 1);
   const int r = first_row + min(lane_row, rows - 1);
   const int lane_token = divide(r, p.by_group);
@@ -539,11 +541,11 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
 #pragma unroll 1
   for (int c = lane * 4; c - lane * 4 < p.head_dim_v; c += 128) {
 #pragma unroll 1
-    for (int number = 0; warp + number * kWarps < rows; number += kRowsTogether) {
+    for (int number = 0; warp + number * p.warps < rows; number += kRowsTogether) {
       float4 values[kRowsTogether];
 #pragma unroll
       for (int i = 0; i < kRowsTogether; ++i) {
-        const int block_row = min(warp + (number + i) * kWarps, rows - 1);
+        const int block_row = min(warp + (number + i) * p.warps, rows - 1);
         const float* theirs = had_row(block_row) + block_row % kWarpRows * kPitch + min(c, kHeadDim - 4);
         values[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
@@ -556,7 +558,7 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
 #pragma unroll
       for (int i = 0; i < kRowsTogether; ++i) {
         const long long at = __shfl_sync(0xffffffffu, lane_row_at, (number + i) << log_teams) + c;
-        if (warp + (number + i) * kWarps >= rows || c >= p.head_dim_v) continue;
+        if (warp + (number + i) * p.warps >= rows || c >= p.head_dim_v) continue;
         if (last_pass) {
           *reinterpret_cast<uint2*>(static_cast<char*>(p.out) + 2 * at) =
               make_uint2(ptx::pack<kBf16>(values[i].x, values[i].y), ptx::pack<kBf16>(values[i].z, values[i].w));

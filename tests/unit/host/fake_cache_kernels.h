@@ -99,7 +99,7 @@ inline void decode(const DecodeParams& p, Kind kind, Tile tile, int warps, int i
               divides(p.by_heads_kv, index, p.heads_kv) && divides(p.by_group, p.group * p.seqlen_q - 1, p.group),
           "divisors");
   require(batch < p.batch && p.row_tiles == (p.group * p.seqlen_q + block_rows - 1) / block_rows, "grid of decode");
-  require(p.row_warps >= 1 && warps % p.row_warps == 0 && (p.row_warps & (p.row_warps - 1)) == 0, "a team of warps");
+  require(p.warps == warps && p.row_warps >= 1 && warps % p.row_warps == 0 && (p.row_warps & (p.row_warps - 1)) == 0, "a team of warps");
   require(p.splits == 1 || p.partial_lse == p.partial_out + p.splits * p.lse_count * p.head_dim_v, "partial results");
   require(p.lse_count % (p.heads * p.lse_head_stride) == 0, "rows of lse");
   const int first_row = row_tile * block_rows;
