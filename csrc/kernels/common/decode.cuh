@@ -149,6 +149,29 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   // A key is read once, but where several blocks have rows of its head.
   const unsigned long long policy = p.row_tiles == 1 ? ptx::evict_first() : ptx::evict_normal();
 
+  // The blocks of all heads of a sequence, which begin together, each ask L2 for some of the first keys, whole rows of all
+  // heads: memory is at work while copies are prepared. Twice as many keys are too many for L2, and of fewer keys in all, or
+  // with the products of more rows, nothing is gained.
+  const auto ask_ahead = [&] {
+    constexpr int kAhead = 512;
+    if (!kBeginsEarly || kUnitWarps > 1 || p.warps < kWarps || blockIdx.x >= ptx::multiprocessors()) return;
+    if (p.k_stride.head != p.head_dim || p.v_stride.head != p.head_dim_v || (end - begin) * kBlockN < 8 * kAhead) return;
+    const int number = head_kv * p.warps + warp + lane * p.heads_kv * p.warps;
+    const int key = begin * kBlockN + number;
+    if (number >= kAhead || key >= sequence.seqlen_k) return;
+    int slab = own_slab, row = key + static_cast<int>(sequence.k_row);
+    if (block_table != nullptr) {
+      const int index = divide(row, p.pages.by_page_size);
+      row -= index * p.pages.page_size;
+      slab = ptx::load_past_l1(block_table + batch * p.pages.table_batch_stride + index);
+    }
+    if (slab < 0 || slab >= (block_table != nullptr ? p.pages.page_count : p.slabs)) return;
+    ptx::prefetch_l2(static_cast<const char*>(p.k) + 2 * (slab * p.k_stride.batch + row * p.k_stride.row),
+                     2 * p.heads_kv * p.head_dim);
+    ptx::prefetch_l2(static_cast<const char*>(p.v) + 2 * (slab * p.v_stride.batch + row * p.v_stride.row),
+                     2 * p.heads_kv * p.head_dim_v);
+  };
+
   // The place of one key a lane, asked for a step before its copy begins: in a page table it is a load.
   auto locate = [&](int tile_index) {
     const int key = tile_index * kBlockN + unit_warp * kWarpKeys + lane % kWarpKeys;
@@ -210,6 +233,7 @@ __device__ __forceinline__ void attend_cache(const flash_attn::DecodeParams& p) 
   };
 
   const int unit = warp / kUnitWarps;
+  ask_ahead();
   Place next_place;
   int used = 0;
   for (;;) {

@@ -267,6 +267,20 @@ __device__ __forceinline__ void wait_on_dependencies_after(long long x) {
 #endif
 }
 
+// 9.7.9.25.5.5 cp.async.bulk.prefetch: fetches `bytes`, a multiple of 16, at an address on 16 bytes into L2. sm_90 and up.
+__device__ __forceinline__ void prefetch_l2(const void* address, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+#endif
+}
+
+// At least as many as the GPU has.
+__device__ __forceinline__ unsigned multiprocessors() {
+  unsigned count;
+  asm("mov.u32 %0, %nsmid;" : "=r"(count));
+  return count;
+}
+
 // A load past L1: sees what other kernels write meanwhile.
 __device__ __forceinline__ int load_past_l1(const int* address) {
   int value;
