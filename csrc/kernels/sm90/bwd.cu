@@ -23,6 +23,7 @@
 #include "common/tile.cuh"
 #include "params.h"
 #include "sm90/bwd_tiles.cuh"
+#include "sm90/bwd_walk.cuh"
 #include "sm90/bwd_work.cuh"
 
 namespace {
@@ -38,19 +39,17 @@ constexpr int kEarlyDelta = FA_EARLY_DELTA;
 
 // dQ leaves through so many buffers. With two of them it does so a step after it was staged, when no store is waited for.
 constexpr int kDqBuffers = FA_DQ_BUFFERS;
-static_assert(kDqBuffers == 2 || kDqBuffers == (kWide ? 0 : 1));
+static_assert(kDqBuffers == 1 || kDqBuffers == 2);
 
 constexpr bool kPersistent = flash_attn::bwd_is_persistent(kHeadDim);
 static_assert(!kPersistent || kDqBuffers == 2, "dK and dV leave through one of dQ's buffers");
 
-constexpr int kScores = kScoreQueries / 2;  // of a thread: 2 keys, kScoreQueries / 4 queries
-constexpr int kGradients = kGradientColumns / 2;
+constexpr int kScores = kBlockM / 2;  // of a thread: 2 keys, kBlockM / 4 queries
+constexpr int kGradients = kHeadDim / 2;
 
-constexpr int kKeyPanel = kBlockN * tile::kRowBytes;
-constexpr int kKeyBytes = kPanels * kKeyPanel;
 constexpr int kScoreBytes = kBlockN / 64 * kQueryPanel;
 constexpr int kDqTile = kConsumers * kDqBytes;
-constexpr int kStagedBytes = kWide ? kStages * kScoreBytes : kDqBuffers * kDqTile;  // P, or dQ on its way
+constexpr int kStagedBytes = kDqBuffers * kDqTile;  // dQ on its way
 constexpr int kRowStatBytes = kBlockM * 4;
 constexpr int kBarrierBytes = 128;
 static_assert(2 * kKeyBytes + kStages * (2 * kQueryBytes + 2 * kRowStatBytes + kScoreBytes) + kStagedBytes +
@@ -58,8 +57,8 @@ static_assert(2 * kKeyBytes + kStages * (2 * kQueryBytes + 2 * kRowStatBytes + k
                   FA_SMEM_BYTES,
               "kernels.toml: smem of bwd");
 
-using ScoreProduct = hopper::Wgmma<kBf16, kScoreQueries>;
-using GradientProduct = hopper::Wgmma<kBf16, kGradientColumns>;
+using ScoreProduct = hopper::Wgmma<kBf16, kBlockM>;
+using GradientProduct = hopper::Wgmma<kBf16, kHeadDim>;
 using DqProduct = hopper::Wgmma<kBf16, kDqWidth>;
 
 extern __shared__ __align__(1024) char shared_memory[];
@@ -93,24 +92,6 @@ struct Shared {
 };
 
 constexpr int kConsumersBarrier = 1;  // a named one; 0 is __syncthreads
-
-// Of the barriers in a step's stage: how often it has been filled before, modulo 2. Persistent, steps are counted on from one
-// walk to the next.
-__device__ __forceinline__ int parity(int step) { return step / kStages & 1; }
-
-// Past this point, preprocess has run. Only now may postprocess begin, which reads what that has set to zero: it takes the
-// SMs that this kernel leaves idle, once its last thread blocks have begun.
-__device__ __forceinline__ void begin() {
-  ptx::wait_on_dependencies();
-  ptx::launch_dependents();
-}
-
-// Lets postprocess know how much of a key block's share of its head's dQ is there. The counts were set to zero by preprocess,
-// whose results not every thread has waited for.
-__device__ __forceinline__ void count_finished(const flash_attn::BwdParams& p, int head_index, int share) {
-  ptx::wait_on_dependencies();
-  ptx::add_release(p.dq_finished + head_index, share);
-}
 
 __device__ __forceinline__ void load_keys(const flash_attn::BwdTmaParams& params, const Shared& shared, const Work& work) {
   const int batch = params.bwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
@@ -206,12 +187,6 @@ __device__ __forceinline__ void produce_all(const flash_attn::BwdTmaParams& para
   hopper::barrier_arrive(shared.keys_full());
 }
 
-// The same value, from here on: what is computed of it, descriptors of the walk's products, is not kept in registers.
-__device__ __forceinline__ unsigned here(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // d = A B^T over kHeadDim columns: A is 64 rows of a key tile, B a query tile. Not waited for.
 __device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigned key_tile, unsigned query_tile) {
   const unsigned long long keys = hopper::descriptor_k_major(here(key_tile));
@@ -225,7 +200,7 @@ __device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigne
 }
 
 // d += A B over kBlockM queries: A is keys by queries, in registers, B a query tile. Not waited for.
-__device__ __forceinline__ void multiply_registers(float (&d)[kGradients], const unsigned (&a)[kScoreQueries / 16][4],
+__device__ __forceinline__ void multiply_registers(float (&d)[kGradients], const unsigned (&a)[kBlockM / 16][4],
                                                    unsigned query_tile) {
   const unsigned long long b = hopper::descriptor_mn_major(query_tile, kQueryPanel);
 #pragma unroll
@@ -235,22 +210,10 @@ __device__ __forceinline__ void multiply_registers(float (&d)[kGradients], const
   hopper::wgmma_commit();
 }
 
-// d += A^T B over kBlockM queries: A is a tile of P or dS, queries by keys, B columns of a query tile. Not waited for.
-__device__ __forceinline__ void multiply_shared(float (&d)[kGradients], unsigned score_tile, unsigned query_columns) {
-  const unsigned long long a = hopper::descriptor_mn_major(score_tile, kQueryPanel);
-  const unsigned long long b = hopper::descriptor_mn_major(query_columns, kQueryPanel);
-#pragma unroll
-  for (int step = 0; step < kBlockM / 16; ++step) {
-    GradientProduct::template shared<1, 1>(d, hopper::descriptor_after(a, step * 16 * tile::kRowBytes),
-                                           hopper::descriptor_after(b, step * 16 * tile::kRowBytes), 1);
-  }
-  hopper::wgmma_commit();
-}
-
 // This consumer's part of dQ = dS K, or its transpose. Not waited for.
 __device__ __forceinline__ void multiply_dq(float (&dq)[kDqWidth / 2], unsigned ds_tile, unsigned k_tile, int group) {
-  constexpr int kRows = kWide || kDqTransposed ? 0 : 64;  // and columns of each consumer
-  constexpr int kColumnPanels = kWide ? kGradientPanels : kDqTransposed ? 1 : 0;
+  constexpr int kRows = kDqTransposed ? 0 : 64;  // and columns of each consumer
+  constexpr int kColumnPanels = kDqTransposed ? 1 : 0;
   const unsigned long long ds = hopper::descriptor_k_major(ds_tile + group * kRows * tile::kRowBytes);
   const unsigned long long k = hopper::descriptor_mn_major(here(k_tile + group * kColumnPanels * kKeyPanel), kKeyPanel);
 #pragma unroll
@@ -266,60 +229,10 @@ __device__ __forceinline__ void multiply_dq(float (&dq)[kDqWidth / 2], unsigned 
   hopper::wgmma_commit();
 }
 
-__device__ __forceinline__ void as_operand(unsigned (&a)[kScoreQueries / 16][4], const float (&s)[kScores]) {
-#pragma unroll
-  for (int step = 0; step < kScoreQueries / 16; ++step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[step][i] = ptx::pack<kBf16>(s[8 * step + 2 * i], s[8 * step + 2 * i + 1]);
-  }
-}
-
-// Zeroes rows [valid, kRows) of a tile, all consumers together. The copy engine zeroes only what is outside of the
-// tensor; what else is there, perhaps NaN, would survive a probability of 0.
-template <int kRows>
-__device__ __forceinline__ void clear_tail(unsigned tile, int valid) {
-  const int chunks = (kRows - valid) * 8;
-#pragma unroll 1
-  for (int i = threadIdx.x - 128; i < chunks * kPanels; i += 128 * kConsumers) {
-    const int panel = i / chunks;
-    ptx::store_shared_16(tile + panel * kRows * tile::kRowBytes + valid * tile::kRowBytes + (i - panel * chunks) * 16,
-                         make_uint4(0, 0, 0, 0));
-  }
-}
-
-// Rounds this warp's 16 keys of dK or dV to 16 bit and writes them out through 16 rows of a tile in shared memory.
-template <int kPanelBytes>
-__device__ __forceinline__ void store_keys(const float (&d)[kGradients], float factor, unsigned rows, void* tensor,
-                                           const flash_attn::Strides& stride, const Work& work, int columns,
-                                           int first_row, int first_panel, int lane) {
-#pragma unroll
-  for (int j = 0; j < kGradientColumns / 8; ++j) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      ptx::store_shared(rows + j / 8 * kPanelBytes + tile::swizzled(lane / 4 + 8 * half, j % 8) + lane % 4 * 4,
-                        ptx::pack<kBf16>(d[4 * j + 2 * half] * factor, d[4 * j + 2 * half + 1] * factor));
-    }
-  }
-  __syncwarp();
-#pragma unroll
-  for (int pass = 0; pass < 4; ++pass) {
-    const int place = pass * 4 + lane / 8, row = first_row + place;
-#pragma unroll
-    for (int panel = 0; panel < kGradientPanels; ++panel) {
-      if (row < work.keys && (first_panel + panel) * 64 + lane % 8 * 8 < columns) {
-        char* const destination = tile::destination(tensor, stride, work.batch, work.head_kv,
-                                                    work.sequence.k_row + work.first_key + row, lane);
-        *reinterpret_cast<uint4*>(destination + (first_panel + panel) * tile::kRowBytes) =
-            ptx::load_shared_16(rows + panel * kPanelBytes + tile::swizzled(place, lane % 8));
-      }
-    }
-  }
-}
-
 // One lane of a consumer warp: all that the warp adds to a head's dQ for a key block is there, but for its last kPending sums.
 template <int kPending>
 __device__ __forceinline__ void finish(const flash_attn::BwdParams& p, int head_index) {
-  if constexpr (!kWide) hopper::wait_for_sums<kPending>();
+  hopper::wait_for_sums<kPending>();
   count_finished(p, head_index, 1);
 }
 
@@ -333,19 +246,17 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
   const int group = uniform(thread / 128) - 1;
   const int lane = thread % 32;
   const int warp = thread / 32 % 4;
-  const int first_key = (kWide ? 0 : group * 64) + warp * 16;  // of this warp's 16
-  const int first_query_row = kWide ? group * kScoreQueries : 0;
-  const int first_panel = kWide ? group * kGradientPanels : 0;
-  const unsigned k_rows = shared.k + (kWide ? 0 : group * 64 * tile::kRowBytes);
-  const unsigned v_rows = shared.v + (kWide ? 0 : group * 64 * tile::kRowBytes);
+  const int first_key = group * 64 + warp * 16;  // of this warp's 16
+  const unsigned k_rows = shared.k + group * 64 * tile::kRowBytes;
+  const unsigned v_rows = shared.v + group * 64 * tile::kRowBytes;
   const int dq_piece = (group * 4 + warp) * (kDqBytes / 4);  // bytes of a dQ tile before this warp's
   // stmatrix: lanes 8 i to 8 i + 7 give the rows, queries, of matrix i; its columns are keys.
   const unsigned score_place =
-      (kWide ? 0 : group * kQueryPanel) +
-      tile::swizzled(first_query_row + lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
-  const auto store_scores = [&](unsigned score_tile, const unsigned (&a)[kScoreQueries / 16][4]) {
+      group * kQueryPanel +
+      tile::swizzled(lane / 16 * 8 + lane % 8, warp * 2 + lane / 8 % 2);
+  const auto store_scores = [&](unsigned score_tile, const unsigned (&a)[kBlockM / 16][4]) {
 #pragma unroll
-    for (int j = 0; j < kScoreQueries / 16; ++j) {
+    for (int j = 0; j < kBlockM / 16; ++j) {
       ptx::stmatrix_x4_trans(score_tile + score_place + j * 16 * tile::kRowBytes, a[j]);
     }
   };
@@ -358,7 +269,7 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int key = first_key + lane / 4 + 8 * half;
-    first_query[half] = key < work.keys ? work.mask.first_query(work.first_key + key) - first_query_row - lane % 4 * 2
+    first_query[half] = key < work.keys ? work.mask.first_query(work.first_key + key) - lane % 4 * 2
                                         : flash_attn::kUnlimited;
   }
 
@@ -366,7 +277,7 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
 #pragma unroll
   for (int i = 0; i < kGradients; ++i) dk[i] = dv[i] = 0.0f;
   float s[kScores], ds[kScores];  // of a step: S^T, then P^T; dP^T, then dS^T
-  float4 lse[kScoreQueries / 16], delta[kScoreQueries / 16];
+  float4 lse[kBlockM / 16], delta[kBlockM / 16];
 
   Position next(p, work);    // of S and dP
   if constexpr (kPersistent) {
@@ -375,13 +286,13 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
   }
   int tile_now = next.tile;  // of dV and dK
   int tile_before = next.tile;  // of dQ, a step behind
-  int tile_dq = next.tile;      // of dQ that leaves: with two buffers two steps behind; wide, none
+  int tile_dq = next.tile;      // of dQ that leaves: with two buffers two steps behind
 
   // Row statistics of step `i`, of 16 queries each.
-  auto load = [&](float4 (&to)[kScoreQueries / 16], unsigned from, int i, int first, int last) {
-    const unsigned statistics = i % kStages * kRowStatBytes + first_query_row * 4 + lane % 4 * 16;
+  auto load = [&](float4 (&to)[kBlockM / 16], unsigned from, int i, int first, int last) {
+    const unsigned statistics = i % kStages * kRowStatBytes + lane % 4 * 16;
 #pragma unroll
-    for (int j = 0; j < kScoreQueries / 16; ++j) {
+    for (int j = 0; j < kBlockM / 16; ++j) {
       if (j >= first && j < last) to[j] = ptx::load_shared_float4(from + statistics + j * 64);
     }
   };
@@ -391,24 +302,23 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
     const int stage = i % kStages;
     const unsigned q_tile = shared.q + stage * kQueryBytes;
     const unsigned dout_tile = shared.dout + stage * kQueryBytes;
-    const unsigned first_row = first_query_row * tile::kRowBytes;
     hopper::barrier_wait(shared.full(stage), parity(i));
     const int queries = work.sequence.seqlen_q - next.m * kBlockM;
     if (queries < kBlockM) {
-      clear_tail<kBlockM>(q_tile, queries);
-      clear_tail<kBlockM>(dout_tile, queries);
+      clear_tail<kBlockM>(q_tile, queries, threadIdx.x - 128, 128 * kConsumers);
+      clear_tail<kBlockM>(dout_tile, queries, threadIdx.x - 128, 128 * kConsumers);
       hopper::fence_proxy_async();
       hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
     }
-    if constexpr (kEarlyLse) load(lse, shared.lse, i, 0, kScoreQueries / 16);
+    if constexpr (kEarlyLse) load(lse, shared.lse, i, 0, kBlockM / 16);
     hopper::wgmma_fence();
-    multiply_transposed(s, k_rows, q_tile + first_row);
-    multiply_transposed(ds, v_rows, dout_tile + first_row);
+    multiply_transposed(s, k_rows, q_tile);
+    multiply_transposed(ds, v_rows, dout_tile);
   };
 
   // P of step `i`; waits for its dP.
   auto finish_scores = [&](int i) {
-    if constexpr (!kEarlyLse) load(lse, shared.lse, i, 0, kScoreQueries / 16);
+    if constexpr (!kEarlyLse) load(lse, shared.lse, i, 0, kBlockM / 16);
     hopper::wgmma_wait<1>();
     hopper::hold(s);
     if (next.m < masked_m) {
@@ -416,14 +326,14 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
       for (int half = 0; half < 2; ++half) {
         const int first = first_query[half] - next.m * kBlockM;
 #pragma unroll
-        for (int j = 0; j < kScoreQueries / 8; ++j) {
+        for (int j = 0; j < kBlockM / 8; ++j) {
           if (8 * j < first) s[4 * j + 2 * half] = ptx::kMinusInfinity;
           if (8 * j + 1 < first) s[4 * j + 2 * half + 1] = ptx::kMinusInfinity;
         }
       }
     }
 #pragma unroll
-    for (int j = 0; j < kScoreQueries / 8; ++j) {
+    for (int j = 0; j < kBlockM / 8; ++j) {
       const float even = j % 2 == 0 ? lse[j / 2].x : lse[j / 2].z;
       const float odd = j % 2 == 0 ? lse[j / 2].y : lse[j / 2].w;
       s[4 * j] = ptx::exp2(fmaf(s[4 * j], p.scale_log2, -even));
@@ -471,30 +381,11 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
       pass_turn();
     }
   };
-  // Where shared memory has no room for it: straight from the registers.
-  auto add_dq = [&](const float (&dq)[kDqWidth / 2]) {
-    if (p.deterministic) {
-      if (lane == 0) await_turn();
-      __syncwarp();
-    }
-    float* const destination = accumulator() + lane * 4;
-#pragma unroll
-    for (int i = 0; i < kDqWidth / 8; ++i) {
-      const float sums[4] = {dq[4 * i], dq[4 * i + 1], dq[4 * i + 2], dq[4 * i + 3]};
-      ptx::red_add_4(destination + i * 128, sums);
-    }
-    if (p.deterministic) {
-      __threadfence();
-      __syncwarp();
-      if (lane == 0) pass_turn();
-    }
-  };
-
   // dP of step `i` becomes dS.
   auto finish_gradients = [&](int i) {
-    load(delta, shared.delta, i, kEarlyDelta, kScoreQueries / 16);
+    load(delta, shared.delta, i, kEarlyDelta, kBlockM / 16);
 #pragma unroll
-    for (int j = 0; j < kScoreQueries / 8; ++j) {
+    for (int j = 0; j < kBlockM / 8; ++j) {
       const float even = j % 2 == 0 ? delta[j / 2].x : delta[j / 2].z;
       const float odd = j % 2 == 0 ? delta[j / 2].y : delta[j / 2].w;
       ds[4 * j] = (ds[4 * j] - even) * s[4 * j];
@@ -509,7 +400,7 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
     const int stage = i % kStages;
     const unsigned q_tile = shared.q + stage * kQueryBytes;
     const unsigned dout_tile = shared.dout + stage * kQueryBytes;
-    unsigned p_operand[kScoreQueries / 16][4], ds_operand[kScoreQueries / 16][4];
+    unsigned p_operand[kBlockM / 16][4], ds_operand[kBlockM / 16][4];
     if constexpr (kEarlyValues) {
       as_operand(p_operand, s);
       hopper::wgmma_fence();
@@ -562,76 +453,37 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
     if constexpr (decltype(more)::value) finish_scores(i + 1);
   };
 
-  // The same, wide: no product is behind the others.
-  auto wide_step = [&](int i, auto more) {
-    const int stage = i % kStages;
-    const unsigned ds_tile = shared.ds + stage * kScoreBytes;
-    const unsigned p_tile = shared.staged + stage * kScoreBytes;
-    const unsigned columns = stage * kQueryBytes + first_panel * kQueryPanel;
-    unsigned operand[kScoreQueries / 16][4];
-    as_operand(operand, s);
-    store_scores(p_tile, operand);
-    finish_gradients(i);
-    as_operand(operand, ds);
-    store_scores(ds_tile, operand);
-    hopper::fence_proxy_async();
-    // P and dS have two stages: past this barrier, every consumer has finished with the step before.
-    hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
-    float dq[kDqWidth / 2];
-    hopper::wgmma_fence();
-    multiply_dq(dq, ds_tile, shared.k, group);
-    multiply_shared(dv, p_tile, shared.dout + columns);
-    multiply_shared(dk, ds_tile, shared.q + columns);
-    hopper::wgmma_wait<2>();
-    hopper::hold(dq);
-    add_dq(dq);
-    tile_dq = next.tile;
-    if constexpr (decltype(more)::value) {
-      begin_scores(i + 1);
-      hopper::wgmma_wait<2>();
-    } else {
-      hopper::wgmma_wait<0>();
-    }
-    if (lane == 0) hopper::barrier_arrive(shared.empty(stage));
-    if constexpr (decltype(more)::value) finish_scores(i + 1);
-  };
-
   if (work.steps > 0) {
     if constexpr (!kPersistent) hopper::barrier_wait(shared.keys_full(), 0);
     if (work.keys < kBlockN) {
-      clear_tail<kBlockN>(shared.k, work.keys);
-      clear_tail<kBlockN>(shared.v, work.keys);
+      clear_tail<kBlockN>(shared.k, work.keys, threadIdx.x - 128, 128 * kConsumers);
+      clear_tail<kBlockN>(shared.v, work.keys, threadIdx.x - 128, 128 * kConsumers);
       hopper::fence_proxy_async();
       hopper::named_sync(kConsumersBarrier, 128 * kConsumers);
     }
     begin_scores(first_step);
     finish_scores(first_step);
     const int last = first_step + work.steps - 1;
-    if constexpr (kWide) {
-      for (int i = first_step; i < last; ++i) wide_step(i, tile::True{});
-      wide_step(last, tile::False{});
-    } else {
-      for (int i = first_step; i < last; ++i) step(i, tile::True{});
-      step(last, tile::False{});
-      hopper::barrier_wait(shared.ds_full(last % kStages), parity(last));
-      float dq[kDqWidth / 2];
-      hopper::wgmma_fence();
-      multiply_dq(dq, shared.ds + last % kStages * kScoreBytes, shared.k, group);
-      unsigned place = shared.staged;
-      if constexpr (kDqBuffers == 2) {
-        hopper::fence_proxy_async();
-        __syncwarp();
-        if (lane == 0 && last > first_step) add_staged_dq(shared.staged + last % 2 * kDqTile);
-        tile_dq = tile_before;
-        place += (last + 1) % 2 * kDqTile;
-      }
-      hopper::wgmma_wait<0>();
-      hopper::hold(dq);
-      stage_dq(dq, place);
+    for (int i = first_step; i < last; ++i) step(i, tile::True{});
+    step(last, tile::False{});
+    hopper::barrier_wait(shared.ds_full(last % kStages), parity(last));
+    float dq[kDqWidth / 2];
+    hopper::wgmma_fence();
+    multiply_dq(dq, shared.ds + last % kStages * kScoreBytes, shared.k, group);
+    unsigned place = shared.staged;
+    if constexpr (kDqBuffers == 2) {
       hopper::fence_proxy_async();
       __syncwarp();
-      if (lane == 0) add_staged_dq(place);
+      if (lane == 0 && last > first_step) add_staged_dq(shared.staged + last % 2 * kDqTile);
+      tile_dq = tile_before;
+      place += (last + 1) % 2 * kDqTile;
     }
+    hopper::wgmma_wait<0>();
+    hopper::hold(dq);
+    stage_dq(dq, place);
+    hopper::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) add_staged_dq(place);
   }
   hopper::hold(dk);
   hopper::hold(dv);
@@ -664,13 +516,11 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
     __syncwarp();
     // dK and dV leave through the buffer that dQ did not leave through just now.
     constexpr int kPiecePanel = 16 * tile::kRowBytes;
-    static_assert(kGradientPanels * kPiecePanel <= kDqBytes / 4);
+    static_assert(kPanels * kPiecePanel <= kDqBytes / 4);
     const unsigned piece = shared.staged + (end_step + 1) % 2 * kDqTile + same_warp * (kDqBytes / 4);
-    store_keys<kPiecePanel>(dk, p.scale, piece, p.dk, p.dk_stride, same, p.head_dim, same_warp * 16, 0,
-                            same_lane);
+    store_keys<kPiecePanel>(dk, p.scale, piece, p.dk, p.dk_stride, same, p.head_dim, same_warp * 16, same_lane);
     __syncwarp();
-    store_keys<kPiecePanel>(dv, 1.0f, piece, p.dv, p.dv_stride, same, p.head_dim_v, same_warp * 16, 0,
-                            same_lane);
+    store_keys<kPiecePanel>(dv, 1.0f, piece, p.dv, p.dv_stride, same, p.head_dim_v, same_warp * 16, same_lane);
     if (same_lane == 0) hopper::wait_for_reads<0>();  // the next walk begins with the other buffer
   } else {
     // dK and dV take the place of K and V, which no product reads any more.
@@ -678,11 +528,9 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
     unsigned same_block;
     asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(same_block));
     const Work same = Work::of(p, static_cast<int>(same_block));
-    const unsigned rows = first_panel * kKeyPanel + first_key * tile::kRowBytes;
-    store_keys<kKeyPanel>(dk, p.scale, shared.k + rows, p.dk, p.dk_stride, same, p.head_dim, first_key, first_panel,
-                          lane);
-    store_keys<kKeyPanel>(dv, 1.0f, shared.v + rows, p.dv, p.dv_stride, same, p.head_dim_v, first_key, first_panel,
-                          lane);
+    const unsigned rows = first_key * tile::kRowBytes;
+    store_keys<kKeyPanel>(dk, p.scale, shared.k + rows, p.dk, p.dk_stride, same, p.head_dim, first_key, lane);
+    store_keys<kKeyPanel>(dv, 1.0f, shared.v + rows, p.dv, p.dv_stride, same, p.head_dim_v, first_key, lane);
     __syncwarp();
     if (lane == 0) finish<0>(p, same.batch * p.heads_kv + same.head_kv);
   }

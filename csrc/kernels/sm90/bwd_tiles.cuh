@@ -1,5 +1,5 @@
-// What the kernels of bwd.cu agree on: their tiles and the order of the workspaces. And the two that go over tiles of
-// queries, before flash_bwd and after it.
+// What the kernels of bwd.cu and bwd_wide.cu agree on: their tiles and the order of the workspaces. And the two that go
+// over tiles of queries, before flash_bwd and after it.
 #pragma once
 
 #include "common/problem.cuh"
@@ -15,9 +15,7 @@ constexpr int kBlockN = FA_BLOCK_N;  // keys of a thread block
 constexpr int kStages = FA_STAGES;   // of Q, dO and dS
 constexpr bool kBf16 = FA_BF16;
 
-// Wide: dK and dV of 64 keys do not fit into a warpgroup's registers. The consumers share 64 keys: each computes the
-// scores of some of a step's queries, and some columns of dK, dV and dQ; P, too, goes through shared memory, in whose
-// stead dQ is added straight from the registers.
+// Wide: bwd_wide.cu, whose three consumers share 64 keys.
 constexpr bool kWide = FA_WIDE;
 
 constexpr int kConsumers = FA_WARPS / 4 - 1;  // warpgroups
@@ -25,27 +23,25 @@ constexpr int kThreads = 128 * (kConsumers + 1);
 static_assert(!problem::kGeneral, "the sm80 family's");
 static_assert(kBlockN == (kWide ? 64 : 64 * kConsumers) && kThreads == FA_WARPS * 32);
 static_assert(kBlockM % 16 == 0 && kHeadDim % 64 == 0 && kStages == 2);
-static_assert(kConsumers == 2 || kConsumers == 3, "setmaxnreg");
+static_assert(kConsumers == 3 || (kConsumers == 2 && !kWide), "setmaxnreg");
 
-// What a consumer computes: scores of so many queries, so many columns of dK and dV.
-constexpr int kScoreQueries = kWide ? kBlockM / kConsumers : kBlockM;
-constexpr int kGradientColumns = kWide ? kHeadDim / kConsumers : kHeadDim;
-constexpr int kGradientPanels = kGradientColumns / 64;
-static_assert(kScoreQueries % 16 == 0 && kGradientColumns % 64 == 0);
-
-// And of a step's dQ: 64 of its queries or, transposed, 64 of its columns; wide, the columns that it has of dK.
+// dQ of a step is computed in parts: 64 of its queries or, transposed, 64 of its columns for each consumer; wide, halves
+// of its columns.
 constexpr bool kDqTransposed = !kWide && kBlockM != 64 * kConsumers;
 static_assert(!kDqTransposed || kHeadDim == 64 * kConsumers);
 static_assert(!kWide || kBlockM == 64);
-constexpr int kDqWidth = kDqTransposed ? kBlockM : kGradientColumns;
+constexpr int kDqParts = kWide ? 2 : kConsumers;
+constexpr int kDqWidth = kDqTransposed ? kBlockM : kWide ? kHeadDim / 2 : kHeadDim;
 constexpr int kDqBytes = 64 * kDqWidth * 4;
 
 constexpr int kPanels = kHeadDim / 64;
 constexpr int kQueryPanel = kBlockM * tile::kRowBytes;  // also of dS: queries by 64 keys
 constexpr int kQueryBytes = kPanels * kQueryPanel;
+constexpr int kKeyPanel = kBlockN * tile::kRowBytes;
+constexpr int kKeyBytes = kPanels * kKeyPanel;
 constexpr float kLog2e = 1.4426950408889634074f;
 
-constexpr int kFinished = 4 * kConsumers;  // what a key block adds to its head's dq_finished: 1 of each consumer warp
+constexpr int kFinished = kWide ? 4 : 4 * kConsumers;  // what a key block adds to its head's dq_finished: 1 of each warp
 
 // The first of sequence `batch`'s tiles of kBlockM rows, in the workspaces, among those of a head.
 __device__ __forceinline__ int first_tile(const flash_attn::BwdParams& p, int batch) {
@@ -138,7 +134,7 @@ __device__ __forceinline__ void postprocess(const flash_attn::BwdParams& p) {
 
   // A warp of flash_bwd holds 16 rows of dQ or of its transpose; a warp here takes 16 columns of them at a time.
   constexpr int kPairs = kDqWidth / 16;
-  for (int i = threadIdx.x / 32; i < kConsumers * 4 * kPairs; i += kThreads / 32) {
+  for (int i = threadIdx.x / 32; i < kDqParts * 4 * kPairs; i += kThreads / 32) {
     const int group = i / (4 * kPairs);
     const int warp = i / kPairs % 4;
     const int pair = i % kPairs;
@@ -154,7 +150,7 @@ __device__ __forceinline__ void postprocess(const flash_attn::BwdParams& p) {
                              r);
     } else {
       const int row = (kWide ? 0 : group * 64) + warp * 16 + lane / 4;
-      const unsigned panel = shared + ((kWide ? group * kGradientPanels : 0) + pair / 4) * kQueryPanel;
+      const unsigned panel = shared + ((kWide ? group * (kPanels / 2) : 0) + pair / 4) * kQueryPanel;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         ptx::store_shared(panel + tile::swizzled(row + e % 2 * 8, pair * 2 % 8 + e / 2) + lane % 4 * 4, r[e]);
