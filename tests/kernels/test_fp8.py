@@ -159,6 +159,24 @@ def test_scores_that_grow(kernel, rows):
 
 
 @on_hopper
+@pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.key)
+def test_a_key_that_stands_out(kernel):
+    """For one row, by more than a base of the keys after it holds, and at all places of a block in turn."""
+    public, fields = MASKS[kernel.mask]
+    q, k, v = inputs(1, 100, 700, 1, 1, kernel.head_dim)
+    q[..., 0] = 0.0
+    q[:, 70, :, 0] = 8.0
+    for key in range(480, 670, 5):
+        k[..., 0] = 0.0
+        k[:, key, :, 0] = 1.5 * kernel.head_dim**0.5
+        pairs = quantized(q, k, v)
+        out, lse = call(pairs, **public)
+        wanted, wanted_lse = emulated(pairs, kernel.head_dim**-0.5, **fields)
+        assert rms(out - wanted) < 0.08 * rms(wanted), key
+        assert (lse - wanted_lse).abs().max() < 5e-2, key
+
+
+@on_hopper
 @pytest.mark.parametrize("head_dim", [8, 24, 40, 65, 72, 96, 100, 128, 136, 192, 200, 256])
 def test_head_dims(head_dim):
     if head_dim > LIMITS.head_dim:
