@@ -1,4 +1,4 @@
-"""Rotating and rounding to FP8, in one pass over memory each for the largest magnitudes and for the rounded numbers.
+"""Rotating and rounding to FP8, in one pass over memory each for means, the largest magnitudes and the rounded numbers.
 
 A program works on BLOCK_M rows of one head, padded with zeros to OUT columns. The rotation is a sign for each column
 and a fast Walsh-Hadamard transform, in float32.
@@ -16,7 +16,7 @@ from ...fp8 import factors_of
 __all__ = ["means", "rounded"]
 
 _LARGEST = tl.constexpr(448.0)
-_PARTS = 16  # of a sequence's rows, for its mean
+_PARTS = 16  # of a sequence's rows, for its mean, at most; fewer where it has not so many tiles
 
 
 @triton.jit
@@ -46,9 +46,9 @@ def _load_rows(
 def _sums_kernel(
     x_pointer, used_pointer, bounds_pointer, sums_pointer, counts_pointer,
     stride_batch, stride_row, stride_head, stride_column,
-    row_count, column_count, heads, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
+    row_count, column_count, heads, parts, PARTS: tl.constexpr, BLOCK_M: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
-    sequence, part, head = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    sequence, part, head = tl.program_id(0) // parts, tl.program_id(0) % parts, tl.program_id(1)
     columns = tl.arange(0, OUT)
     if bounds_pointer is not None:
         slab = sequence * 0
@@ -58,7 +58,7 @@ def _sums_kernel(
         slab = sequence
         first = sequence * 0
         last = first + row_count
-    of_part = tl.cdiv(tl.maximum(last - first, 0), PARTS)
+    of_part = tl.maximum(tl.cdiv(tl.maximum(last - first, 0), PARTS), BLOCK_M)
     begin = first + part * of_part
     end = tl.minimum(begin + of_part, last)
     total = tl.zeros((BLOCK_M, OUT), dtype=tl.float32)
@@ -81,14 +81,17 @@ def _sums_kernel(
 
 @triton.jit
 def _means_kernel(
-    sums_pointer, counts_pointer, mean_pointer, column_count, heads, PARTS: tl.constexpr, OUT: tl.constexpr,
+    sums_pointer, counts_pointer, mean_pointer, column_count, heads, parts, PARTS: tl.constexpr, OUT: tl.constexpr,
 ):  # fmt: skip
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, OUT)
     mask = columns < column_count
-    number = (sequence * PARTS + tl.arange(0, PARTS)) * heads + head
-    sums = tl.load(sums_pointer + number[:, None] * column_count + columns[None, :], mask=mask[None, :], other=0.0)
-    count = tl.maximum(tl.sum(tl.load(counts_pointer + number), 0), 1)
+    # PARTS of them, however many there are: so the order of the sum is that of the sequence alone.
+    part = tl.arange(0, PARTS)
+    number = (sequence * parts + part) * heads + head
+    there = (part < parts)[:, None] & mask[None, :]
+    sums = tl.load(sums_pointer + number[:, None] * column_count + columns[None, :], mask=there, other=0.0)
+    count = tl.maximum(tl.sum(tl.load(counts_pointer + number, mask=part < parts, other=0), 0), 1)
     mean = tl.sum(sums, 0) / count.to(tl.float32)
     tl.store(mean_pointer + (sequence * heads + head) * column_count + columns, mean, mask=mask)
 
@@ -197,24 +200,27 @@ def _round_kernel(
     tl.store(out_pointer + row[:, None] * width + columns[None, :], rounded.to(tl.float8e4nv), mask=mask)
 
 
-def means(x: Tensor, used: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def means(x: Tensor, used: Tensor | None, cu_seqlens: Tensor | None, longest: int) -> Tensor:
     """float32 (B, H, D): the mean of each sequence's rows of ``x`` (B, S, H, D), or packed (1, T, H, D).
 
-    ``used``: bool (B, S) or (T), rows that count. Sums are in an order that is a sequence's own.
+    ``used``: bool (B, S) or (T), rows that count; ``longest``: rows of a sequence, at most. Sums are in an order that
+    is a sequence's own.
     """
     batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     rows, heads, head_dim = x.shape[1:]
     columns = triton.next_power_of_2(head_dim)
-    sums = torch.empty(batch, _PARTS, heads, head_dim, dtype=torch.float32, device=x.device)
-    counts = torch.empty(batch, _PARTS, heads, dtype=torch.int32, device=x.device)
+    block_m = max(1, 8192 // columns)
+    parts = max(1, min(_PARTS, triton.cdiv(longest, block_m)))
+    sums = torch.empty(batch, parts, heads, head_dim, dtype=torch.float32, device=x.device)
+    counts = torch.empty(batch, parts, heads, dtype=torch.int32, device=x.device)
     found = torch.empty(batch, heads, head_dim, dtype=torch.float32, device=x.device)
     bounds = None if cu_seqlens is None else cu_seqlens.contiguous()
     if batch > 0:
-        _sums_kernel[(batch * _PARTS, heads)](
-            x, used, bounds, sums, counts, *x.stride(), rows, head_dim, heads,
-            PARTS=_PARTS, BLOCK_M=max(1, 8192 // columns), OUT=columns, num_warps=8,
+        _sums_kernel[(batch * parts, heads)](
+            x, used, bounds, sums, counts, *x.stride(), rows, head_dim, heads, parts,
+            PARTS=_PARTS, BLOCK_M=block_m, OUT=columns, num_warps=8,
         )  # fmt: skip
-        _means_kernel[(batch, heads)](sums, counts, found, head_dim, heads, PARTS=_PARTS, OUT=columns)
+        _means_kernel[(batch, heads)](sums, counts, found, head_dim, heads, parts, PARTS=_PARTS, OUT=columns)
     return found
 
 
