@@ -277,7 +277,7 @@ __device__ __forceinline__ void prefetch_l2(const void* address, int bytes) {
 // At least as many as the GPU has.
 __device__ __forceinline__ unsigned multiprocessors() {
   unsigned count;
-  asm("mov.u32 %0, %nsmid;" : "=r"(count));
+  asm("mov.u32 %0, %%nsmid;" : "=r"(count));
   return count;
 }
 

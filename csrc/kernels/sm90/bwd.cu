@@ -44,7 +44,6 @@ static_assert(kDqBuffers == 1 || kDqBuffers == 2);
 constexpr bool kPersistent = flash_attn::bwd_is_persistent(kHeadDim);
 static_assert(!kPersistent || kDqBuffers == 2, "dK and dV leave through one of dQ's buffers");
 
-constexpr int kScores = kBlockM / 2;  // of a thread: 2 keys, kBlockM / 4 queries
 constexpr int kGradients = kHeadDim / 2;
 
 constexpr int kScoreBytes = kBlockN / 64 * kQueryPanel;
@@ -57,7 +56,6 @@ static_assert(2 * kKeyBytes + kStages * (2 * kQueryBytes + 2 * kRowStatBytes + k
                   FA_SMEM_BYTES,
               "kernels.toml: smem of bwd");
 
-using ScoreProduct = hopper::Wgmma<kBf16, kBlockM>;
 using GradientProduct = hopper::Wgmma<kBf16, kHeadDim>;
 using DqProduct = hopper::Wgmma<kBf16, kDqWidth>;
 
@@ -185,18 +183,6 @@ __device__ __forceinline__ void produce_all(const flash_attn::BwdTmaParams& para
   }
   describe(-1);
   hopper::barrier_arrive(shared.keys_full());
-}
-
-// d = A B^T over kHeadDim columns: A is 64 rows of a key tile, B a query tile. Not waited for.
-__device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigned key_tile, unsigned query_tile) {
-  const unsigned long long keys = hopper::descriptor_k_major(here(key_tile));
-  const unsigned long long queries = hopper::descriptor_k_major(query_tile);
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    ScoreProduct::shared(d, hopper::descriptor_after(keys, step / 4 * kKeyPanel + step % 4 * 32),
-                         hopper::descriptor_after(queries, step / 4 * kQueryPanel + step % 4 * 32), step > 0);
-  }
-  hopper::wgmma_commit();
 }
 
 // d += A B over kBlockM queries: A is keys by queries, in registers, B a query tile. Not waited for.

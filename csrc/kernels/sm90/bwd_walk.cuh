@@ -1,6 +1,7 @@
 // What the two flash_bwd kernels, of bwd.cu and of bwd_wide.cu, do alike on their walk.
 #pragma once
 
+#include "common/hopper.cuh"
 #include "common/ptx.cuh"
 #include "common/tile.cuh"
 #include "params.h"
@@ -8,6 +9,9 @@
 #include "sm90/bwd_work.cuh"
 
 namespace bwd {
+
+constexpr int kScores = kBlockM / 2;  // of a thread: 2 keys, kBlockM / 4 queries
+using ScoreProduct = hopper::Wgmma<kBf16, kBlockM>;
 
 // Of the barriers in a step's stage: how often it has been filled before, modulo 2. Persistent, steps are counted on from one
 // walk to the next.
@@ -33,6 +37,18 @@ __device__ __forceinline__ unsigned here(unsigned value) {
   return value;
 }
 
+// d = A B^T over kHeadDim columns: A is 64 rows of a key tile, B a query tile. Not waited for.
+__device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigned key_tile, unsigned query_tile) {
+  const unsigned long long keys = hopper::descriptor_k_major(here(key_tile));
+  const unsigned long long queries = hopper::descriptor_k_major(query_tile);
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    ScoreProduct::shared(d, hopper::descriptor_after(keys, step / 4 * kKeyPanel + step % 4 * 32),
+                         hopper::descriptor_after(queries, step / 4 * kQueryPanel + step % 4 * 32), step > 0);
+  }
+  hopper::wgmma_commit();
+}
+
 // Zeroes rows [valid, kRows) of a tile, `threads` together. The copy engine zeroes only what is outside of the tensor;
 // what else is there, perhaps NaN, would survive a probability of 0.
 template <int kRows>
@@ -47,7 +63,7 @@ __device__ __forceinline__ void clear_tail(unsigned tile, int valid, int thread,
 }
 
 // Scores, 16 of whose rows a warp has, as the A operand of products.
-__device__ __forceinline__ void as_operand(unsigned (&a)[kBlockM / 16][4], const float (&s)[kBlockM / 2]) {
+__device__ __forceinline__ void as_operand(unsigned (&a)[kBlockM / 16][4], const float (&s)[kScores]) {
 #pragma unroll
   for (int step = 0; step < kBlockM / 16; ++step) {
 #pragma unroll

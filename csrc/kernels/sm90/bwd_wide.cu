@@ -31,7 +31,6 @@ constexpr int kKeysRegisters = 200;
 constexpr int kQueriesRegisters = 96;
 static_assert(kProducerRegisters + kValuesRegisters + kKeysRegisters + kQueriesRegisters == 65536 / 128);
 
-constexpr int kScores = kBlockM / 2;  // of a thread: 2 keys, kBlockM / 4 queries
 constexpr int kGradients = kHeadDim / 2;
 constexpr int kDqColumns = 64;  // of dQ at a time
 constexpr int kDqSlices = kHeadDim / kDqColumns;
@@ -46,7 +45,6 @@ static_assert(2 * kKeyBytes + kStages * (2 * kQueryBytes + 2 * kRowStatBytes + k
                   FA_SMEM_BYTES,
               "kernels.toml: smem of bwd");
 
-using ScoreProduct = hopper::Wgmma<kBf16, kBlockM>;
 using GradientProduct = hopper::Wgmma<kBf16, kHeadDim / 2>;
 using DqProduct = hopper::Wgmma<kBf16, kDqColumns>;
 
@@ -139,18 +137,6 @@ __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, 
                        kRowStatBytes, full);
     at.advance(p, work);
   }
-}
-
-// d = A B^T over kHeadDim columns: A is a key tile, B a query tile. Not waited for.
-__device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigned key_tile, unsigned query_tile) {
-  const unsigned long long keys = hopper::descriptor_k_major(here(key_tile));
-  const unsigned long long queries = hopper::descriptor_k_major(query_tile);
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    ScoreProduct::shared(d, hopper::descriptor_after(keys, step / 4 * kKeyPanel + step % 4 * 32),
-                         hopper::descriptor_after(queries, step / 4 * kQueryPanel + step % 4 * 32), step > 0);
-  }
-  hopper::wgmma_commit();
 }
 
 // dK or dV, whose columns are in two halves: no instruction may have more registers than a thread has at launch.

@@ -21,17 +21,17 @@ namespace fp8 {
 constexpr bool kTurns = FA_TURNS;  // two consumers take turns at the softmax
 constexpr bool kEarly = FA_EARLY;  // the next block's scores are begun before the last values are added
 static_assert(!kTurns || kConsumers == 2);
+static_assert(!kEarly || kGeneral);  // whose blocks may all be masked
 // A thread sums its kBlockN / 4 P of a row in four parts: if no part passes kLargest, no P does. The parts of a row
 // whose base is new do not.
 static_assert(kBlockN / 16 * 32 <= 448);
 
 // With kTurns, a consumer's turn is its softmax. Both have the same key blocks, and so as many turns. The compiler moves
 // arithmetic past a barrier, all of the softmax if it likes, unless one depends on the other: a wait ends with a zero from
-// memory, which is added to the bases of the scores, and a turn with a probability, which is more than -1. Without `turns` a
-// consumer waits for its own warps alone, and gives nothing: so there is no branch, which the compiler would make more of.
-__device__ __forceinline__ float wait_for_turn(const Barriers& barriers, bool turns, int group) {
+// memory, which is added to the bases of the scores, and a turn with a probability, which is more than -1.
+__device__ __forceinline__ float wait_for_turn(const Barriers& barriers, int group) {
   if constexpr (!kTurns) return 0.0f;
-  hopper::named_sync(turns ? 1 + group : 3 + group, turns ? 256 : 128);
+  hopper::named_sync(1 + group, 256);
   return ptx::load_shared_float(barriers.zero());
 }
 
@@ -39,8 +39,7 @@ __device__ __forceinline__ float wait_for_turn(const Barriers& barriers, bool tu
 // P are surely at most kLargest.
 template <bool kGiveTurn>
 __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4], float (&sum)[2],
-                                             const float (&x)[kScores], const Factors& factors, bool turns,
-                                             int group) {
+                                             const float (&x)[kScores], const Factors& factors, int group) {
   constexpr int kSums = kGeneral ? 2 : 4;  // of a row's P in a part of the key block
   float sums[kParts][2][kSums] = {};
 #pragma unroll
@@ -55,7 +54,7 @@ __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4
         sums[part][half][i % kSums] += p[i];
       }
       probabilities[pair / 2][half + 2 * (pair % 2)] = ptx::pack_e4m3(p[0], p[1], p[2], p[3]);
-      if (kGiveTurn && pair == kBlockN / 16 - 1 && half == 1) give_turn(group, turns ? p[3] : -2.0f);
+      if (kGiveTurn && pair == kBlockN / 16 - 1 && half == 1) give_turn(group, p[3]);
     }
   }
   float largest[2];
@@ -121,7 +120,7 @@ __device__ __forceinline__ void rescale(float (&out)[kOutputs], float (&row_sum)
 template <bool kMasked>
 __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], float (&s)[kScores], float (&base)[2],
                                         float (&row_sum)[2], float (&out)[kOutputs], const Factors& factors,
-                                        float zero, bool turns, int group) {
+                                        float zero, int group) {
   bool unset = false;  // a row has seen no key
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -139,13 +138,13 @@ __device__ __forceinline__ void softmax(unsigned (&probabilities)[kSteps][4], fl
   if constexpr (kMasked) {
     raise_base(s, base, factor);
     rescale(out, row_sum, factor);
-    exponentials<kTurns>(probabilities, sum, s, factors, turns, group);
+    exponentials<kTurns>(probabilities, sum, s, factors, group);
   } else {
-    const bool fits = exponentials<kTurns>(probabilities, sum, s, factors, turns, group) && !unset;
+    const bool fits = exponentials<kTurns>(probabilities, sum, s, factors, group) && !unset;
     if (!__all_sync(0xffffffffu, fits)) {
       raise_base(s, base, factor);
       rescale(out, row_sum, factor);
-      exponentials<false>(probabilities, sum, s, factors, turns, group);
+      exponentials<false>(probabilities, sum, s, factors, group);
     }
   }
   row_sum[0] += sum[0];
@@ -172,8 +171,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
   hopper::Ring<kStages> k_ring, v_ring;
   int q_phase = 0;
   const int my_row = group * 64 + warp * 16 + lane / 4;
-  const bool turns = kTurns;
-  if (turns && group == 1) give_turn(group, 0.0f);
+  if (kTurns && group == 1) give_turn(group, 0.0f);
 
   for (int round = 0; round < rounds; ++round) {
     const Tile next(params.tma, round);
@@ -245,7 +243,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
           finish_scores();
         }
         unsigned probabilities[kSteps][4];
-        const float zero = wait_for_turn(barriers, turns, group);
+        const float zero = wait_for_turn(barriers, group);
         if constexpr (kGeneral) {
           if (capped) {
             cap(s, p.modifiers.softcap, factors.score);
@@ -256,7 +254,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
         } else if constexpr (kMasked) {
           apply_mask(s, work.mask, row, n * kBlockN + key);
         }
-        softmax<kMasked>(probabilities, s, base, row_sum, out, factors, zero, turns, group);
+        softmax<kMasked>(probabilities, s, base, row_sum, out, factors, zero, group);
         float values[kValueBuffers][kValueColumns / 2];
         const unsigned v_tile = shared_v + v_ring.stage * kKeyBytes;
         hopper::barrier_wait(barriers.v_full(v_ring.stage), v_ring.phase);
@@ -303,13 +301,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
         }
         for (; n >= end; --n) step(n, tile::False{}, tile::False{});
       }
-      if constexpr (kEarly) {
-        if (kGeneral || n == work.last - 1 || n >= work.full_last) {
-          step(n, tile::True{}, tile::True{});
-        } else {
-          step(n, tile::False{}, tile::True{});
-        }
-      }
+      if constexpr (kEarly) step(n, tile::True{}, tile::True{});
       if (lane == 0) hopper::barrier_arrive(barriers.q_empty());
     }
 

@@ -1,5 +1,5 @@
-// FP8 attention forward for Hopper (sm_90a) with head dim 128, mask kinds full and causal. As fwd_fp8.cu is, but that two
-// consumers take turns at the softmax, and that a turn is made short:
+// FP8 attention forward for Hopper (sm_90a) with head dim 128, mask kinds full and causal. As fwd_fp8.cu is for mask kind
+// general, where two consumers take turns at the softmax, but that a turn is made short:
 //   - P V of the first keys is under way while the exponentials of the others are computed. A turn ends with the first
 //     exponentials after that, so that there are always some to be computed.
 //   - Whether all P fit is known before P V of the last keys is begun: for these it is read off the scores. If any P of a

@@ -1,4 +1,4 @@
-// From 16-bit q, k and v to e4m3, for the forward of fwd_fp8.cu: what flash_attn/fp8.py says in operations of torch.
+// From 16-bit q, k and v to e4m3, for the forward: what flash_attn/fp8.py says in operations of torch.
 // Fp8RoundingParams has the order of the three kernels.
 //
 // A warp holds 16 rows of kPiece columns, as operands of mma.m16n8k16: of each 32 columns a lane has 8 consecutive ones of
