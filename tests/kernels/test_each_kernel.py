@@ -262,7 +262,7 @@ def test_decode(kernel, cache):
 @pytest.mark.parametrize("batch", [20, 64])
 @each(DECODE)
 def test_decode_of_more_heads_than_multiprocessors(kernel, batch, alike):
-    """Blocks of half of the warps, or for two heads where lengths are alike."""
+    """Blocks of half of the warps, of lengths that are alike or not."""
     for seqlen_q in (1, 5, 16):
         case = CacheCase(
             seed=seqlen_q,

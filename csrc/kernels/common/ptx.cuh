@@ -165,6 +165,9 @@ __device__ __forceinline__ unsigned ones(int count) {
   return mask;
 }
 
+// The value of the warp's first lane, which the compiler then knows to be the same in all.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // rcp.approx: 1 ulp.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;

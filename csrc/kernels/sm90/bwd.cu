@@ -91,18 +91,6 @@ struct Shared {
 
 constexpr int kConsumersBarrier = 1;  // a named one; 0 is __syncthreads
 
-__device__ __forceinline__ void load_keys(const flash_attn::BwdTmaParams& params, const Shared& shared, const Work& work) {
-  const int batch = params.bwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
-  const int row = static_cast<int>(work.sequence.k_row) + work.first_key;
-  hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    const unsigned place = panel * kKeyPanel;
-    hopper::load_box(shared.k + place, params.k_map, shared.keys_full(), panel * 64, row, work.head_kv, batch);
-    hopper::load_box(shared.v + place, params.v_map, shared.keys_full(), panel * 64, row, work.head_kv, batch);
-  }
-}
-
 // A step of a walk.
 __device__ __forceinline__ void load_queries(const flash_attn::BwdTmaParams& params, const Shared& shared, const Work& work,
                                              const Position& at, int step) {
@@ -129,7 +117,7 @@ __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, 
                                         const Work& work) {
   const flash_attn::BwdParams& p = params.bwd;
   Position at(p, work);
-  if (work.steps > 0) load_keys(params, shared, work);
+  if (work.steps > 0) load_keys(params, shared.k, shared.v, shared.keys_full(), work);
   begin();
   hopper::fence_proxy_async_global();  // preprocess wrote row statistics by ordinary stores
   for (int step = 0; step < work.steps; ++step) {
@@ -160,7 +148,7 @@ __device__ __forceinline__ void produce_all(const flash_attn::BwdTmaParams& para
       head_before = head_index;
       ++keys;
       if (work.steps > 0) {
-        load_keys(params, shared, work);
+        load_keys(params, shared.k, shared.v, shared.keys_full(), work);
       } else {
         hopper::barrier_arrive(shared.keys_full());
       }
@@ -227,9 +215,9 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
                                         int first_step) {
   if constexpr (kPersistent) {
     work.make_uniform();
-    first_step = uniform(first_step);
+    first_step = ptx::uniform(first_step);
   }
-  const int group = uniform(thread / 128) - 1;
+  const int group = ptx::uniform(thread / 128) - 1;
   const int lane = thread % 32;
   const int warp = thread / 32 % 4;
   const int first_key = group * 64 + warp * 16;  // of this warp's 16
@@ -267,8 +255,8 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
 
   Position next(p, work);    // of S and dP
   if constexpr (kPersistent) {
-    next.head = uniform(next.head);
-    next.tile = uniform(next.tile);
+    next.head = ptx::uniform(next.head);
+    next.tile = ptx::uniform(next.tile);
   }
   int tile_now = next.tile;  // of dV and dK
   int tile_before = next.tile;  // of dQ, a step behind
@@ -485,7 +473,7 @@ __device__ __forceinline__ int consume(const flash_attn::BwdParams& p, const Sha
       number = ptx::load_shared_int(shared.number());
       head_before = ptx::load_shared_int(shared.head_before());
     }
-    const Work same = Work::of(p, uniform(number));
+    const Work same = Work::of(p, ptx::uniform(number));
     const int same_warp = same_thread / 32 - 4;
     if (same_lane == 0) {
       hopper::barrier_arrive(shared.keys_empty());
@@ -530,7 +518,7 @@ __device__ __forceinline__ void consume_all(const flash_attn::BwdParams& p, cons
   int step = 0;
   for (int keys = 0;; ++keys) {
     hopper::barrier_wait(shared.keys_full(), keys & 1);
-    const int number = uniform(ptx::load_shared_int(shared.number()));
+    const int number = ptx::uniform(ptx::load_shared_int(shared.number()));
     if (number < 0) break;
     step = consume(p, shared, Work::of(p, number), thread, step);
   }

@@ -37,6 +37,20 @@ __device__ __forceinline__ unsigned here(unsigned value) {
   return value;
 }
 
+// Fetches a key block's K and V.
+__device__ __forceinline__ void load_keys(const flash_attn::BwdTmaParams& params, unsigned k, unsigned v, unsigned full,
+                                          const Work& work) {
+  const int batch = params.bwd.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
+  const int row = static_cast<int>(work.sequence.k_row) + work.first_key;
+  hopper::barrier_expect_bytes(full, 2 * kKeyBytes);
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    const unsigned place = panel * kKeyPanel;
+    hopper::load_box(k + place, params.k_map, full, panel * 64, row, work.head_kv, batch);
+    hopper::load_box(v + place, params.v_map, full, panel * 64, row, work.head_kv, batch);
+  }
+}
+
 // d = A B^T over kHeadDim columns: A is 64 rows of a key tile, B a query tile. Not waited for.
 __device__ __forceinline__ void multiply_transposed(float (&d)[kScores], unsigned key_tile, unsigned query_tile) {
   const unsigned long long keys = hopper::descriptor_k_major(here(key_tile));

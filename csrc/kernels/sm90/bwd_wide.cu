@@ -105,19 +105,8 @@ __device__ __forceinline__ void produce(const flash_attn::BwdTmaParams& params, 
                                         bool q) {
   const flash_attn::BwdParams& p = params.bwd;
   const int batch_q = p.sequences.cu_seqlens_q != nullptr ? 0 : work.batch;
-  const int batch_k = p.sequences.cu_seqlens_k != nullptr ? 0 : work.batch;
-  const int key_row = static_cast<int>(work.sequence.k_row) + work.first_key;
   Position at(p, work);
-  if (q && work.steps > 0) {
-    hopper::barrier_expect_bytes(shared.keys_full(), 2 * kKeyBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      hopper::load_box(shared.k + panel * kKeyPanel, params.k_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
-                       batch_k);
-      hopper::load_box(shared.v + panel * kKeyPanel, params.v_map, shared.keys_full(), panel * 64, key_row, work.head_kv,
-                       batch_k);
-    }
-  }
+  if (q && work.steps > 0) load_keys(params, shared.k, shared.v, shared.keys_full(), work);
   begin();
   hopper::fence_proxy_async_global();  // preprocess wrote row statistics by ordinary stores
   for (int step = 0; step < work.steps; ++step) {
@@ -479,7 +468,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  const int group = ptx::uniform(threadIdx.x / 128);
   if (group == 0) {
     hopper::give_registers<kProducerRegisters>();
     if (threadIdx.x == 0 || threadIdx.x == 32) produce(p, shared, work, threadIdx.x == 0);

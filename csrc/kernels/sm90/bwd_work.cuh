@@ -12,9 +12,6 @@ using problem::kCausal;
 // Thread blocks at the end of a causal launch that come the longest first, whatever their head: 512, about four an SM.
 constexpr int kLog2LastBlocks = 9;
 
-// The same for all threads of the warp, and known to be so to the compiler.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
 // The thread block's work: its keys, and the walk over the queries of every head of the group.
 struct Work {
   int block_n, batch, head_kv, first_key;
@@ -40,16 +37,16 @@ struct Work {
 
   // What the walk needs, where the compiler cannot know it to be the same for all threads of a warp.
   __device__ __forceinline__ void make_uniform() {
-    block_n = uniform(block_n);
-    batch = uniform(batch);
-    head_kv = uniform(head_kv);
-    first_key = uniform(first_key);
-    sequence.seqlen_q = uniform(sequence.seqlen_q);
-    mask.shift = uniform(mask.shift);
-    keys = uniform(keys);
-    first_m = uniform(first_m);
-    last_m = uniform(last_m);
-    steps = uniform(steps);
+    block_n = ptx::uniform(block_n);
+    batch = ptx::uniform(batch);
+    head_kv = ptx::uniform(head_kv);
+    first_key = ptx::uniform(first_key);
+    sequence.seqlen_q = ptx::uniform(sequence.seqlen_q);
+    mask.shift = ptx::uniform(mask.shift);
+    keys = ptx::uniform(keys);
+    first_m = ptx::uniform(first_m);
+    last_m = ptx::uniform(last_m);
+    steps = ptx::uniform(steps);
   }
 
   // Key blocks of a head are neighbours, so that its Q and dO stay in L2. Under a causal mask the first are the longest:

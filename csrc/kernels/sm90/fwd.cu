@@ -432,9 +432,6 @@ __device__ __forceinline__ void store_rows(const flash_attn::FwdParams& p, const
   }
 }
 
-// The value of the warp's first lane, which the compiler then knows to be the same in all.
-__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
-
 // A warpgroup's part of a tile.
 struct Part {
   bool exists;                // there is a tile
@@ -523,14 +520,14 @@ struct Consumer {
       if (part.full_last <= part.full_first) part.full_last = part.first;  // nothing is between the edges
     }
     if (end < begin || part.empty()) part.first = part.last = work.last;
-    part.exists = uniform(part.exists);
-    part.row = uniform(part.row);
-    part.first = uniform(part.first);
-    part.last = uniform(part.last);
-    part.full_first = uniform(part.full_first);
-    part.full_last = uniform(part.full_last);
-    part.cut = uniform(work.seqlen_k) < part.last * kBlockN;
-    part.before = uniform(work.last) - part.last;
+    part.exists = ptx::uniform(part.exists);
+    part.row = ptx::uniform(part.row);
+    part.first = ptx::uniform(part.first);
+    part.last = ptx::uniform(part.last);
+    part.full_first = ptx::uniform(part.full_first);
+    part.full_last = ptx::uniform(part.full_last);
+    part.cut = ptx::uniform(work.seqlen_k) < part.last * kBlockN;
+    part.before = ptx::uniform(work.last) - part.last;
     return part;
   }
 
@@ -606,7 +603,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
   const flash_attn::FwdParams& p = params.fwd;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
-  const int group = uniform(threadIdx.x / 128 - 1);
+  const int group = ptx::uniform(threadIdx.x / 128 - 1);
   Consumer c{params, shared, group, thread, lane};
   const float scale_log2 = kGeneral && p.modifiers.softcap > 0.0f ? p.modifiers.softcap * kLog2e : p.scale_log2;
 
@@ -733,7 +730,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdTmaParams& params, 
     hopper::wgmma_fence();
     multiply_values(out, probabilities, shared.v(c.v_ring.stage));
     const Work work = c.work();
-    const int after = kGeneral ? part.first - uniform(work.first) : 0;  // key blocks of the tile that are passed
+    const int after = kGeneral ? part.first - ptx::uniform(work.first) : 0;  // key blocks of the tile that are passed
     c.close();
     Part next = c.open();
     begun = next.exists && !next.empty() && after + next.before < kStages;

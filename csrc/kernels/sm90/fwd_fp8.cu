@@ -83,22 +83,8 @@ __device__ __forceinline__ bool exponentials(unsigned (&probabilities)[kSteps][4
 __device__ __forceinline__ void raise_base(float (&x)[kScores], float (&base)[2], float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // Two chains, so that a maximum does not wait for the one before it.
-    float even = fmaxf(x[2 * half], x[2 * half + 1]);
-    float odd = fmaxf(x[4 + 2 * half], x[4 + 2 * half + 1]);
-#pragma unroll
-    for (int j = 2; j < kBlockN / 8; j += 2) {
-      even = fmaxf(even, fmaxf(x[4 * j + 2 * half], x[4 * j + 2 * half + 1]));
-      odd = fmaxf(odd, fmaxf(x[4 * j + 4 + 2 * half], x[4 * j + 4 + 2 * half + 1]));
-    }
-    float m = fmaxf(even, odd);
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-    const bool unset = base[half] == ptx::kMinusInfinity;
-    float up = m - kHeadroom;
-    if (!unset) up = fmaxf(up, 0.0f);
-    factor[half] = unset ? 0.0f : ptx::exp2(-up);
-    base[half] = unset ? up : base[half] + up;
+    auto larger = [&](int j) { return fmaxf(x[4 * j + 2 * half], x[4 * j + 2 * half + 1]); };
+    float up = raise_row(larger, base[half], factor[half]);
     if (up == ptx::kMinusInfinity) up = 0.0f;
 #pragma unroll
     for (int j = 0; j < kBlockN / 8; ++j) {
@@ -163,7 +149,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
                                         unsigned shared_out, unsigned shared_q, unsigned shared_k, unsigned shared_v,
                                         int rounds) {
   const flash_attn::FwdParams& p = params.tma.fwd;
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // which the compiler then knows to be uniform
+  const int group = ptx::uniform(threadIdx.x / 128) - 1;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
   const int warp = thread / 32;

@@ -280,6 +280,29 @@ __device__ __forceinline__ void give_turn(int group, float probability) {
       : "memory");
 }
 
+// By how much the base of a row is raised for a block of scores, relative to the base: larger(j) is the largest that this thread has
+// of the row's columns 8 j to 8 j + 7. `factor`: what sums so far must be scaled by.
+template <typename Larger>
+__device__ __forceinline__ float raise_row(Larger larger, float& base, float& factor) {
+  // Two chains, so that a maximum does not wait for the one before it.
+  float even = larger(0);
+  float odd = larger(1);
+#pragma unroll
+  for (int j = 2; j < kBlockN / 8; j += 2) {
+    even = fmaxf(even, larger(j));
+    odd = fmaxf(odd, larger(j + 1));
+  }
+  float m = fmaxf(even, odd);
+  m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+  m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+  const bool unset = base == ptx::kMinusInfinity;
+  float up = m - kHeadroom;
+  if (!unset) up = fmaxf(up, 0.0f);
+  factor = unset ? 0.0f : ptx::exp2(-up);
+  base = unset ? up : base + up;
+  return up;
+}
+
 __device__ __forceinline__ void apply_mask(float (&s)[kScores], const problem::Mask& mask, int row, int key) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

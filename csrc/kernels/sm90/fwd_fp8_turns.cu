@@ -41,7 +41,7 @@ __device__ __forceinline__ bool all_of_consumer(bool mine, int group) {
       : "=r"(all)
       : "r"(static_cast<int>(mine)), "r"(5 + group)
       : "memory");
-  return __shfl_sync(0xffffffffu, all, 0) != 0;  // which the compiler then knows to be uniform
+  return ptx::uniform(all) != 0;
 }
 
 // What P are 2 to the power of: raw scores times a factor, relative to the rows' bases.
@@ -105,22 +105,7 @@ __device__ __forceinline__ void raise_base(X x, float (&base)[2], float (&row_su
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     auto larger = [&](int j) { return fmaxf(x(4 * j + 2 * half), x(4 * j + 2 * half + 1)); };
-    // Two chains, so that a maximum does not wait for the one before it.
-    float even = larger(0);
-    float odd = larger(1);
-#pragma unroll
-    for (int j = 2; j < kBlockN / 8; j += 2) {
-      even = fmaxf(even, larger(j));
-      odd = fmaxf(odd, larger(j + 1));
-    }
-    float m = fmaxf(even, odd);
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-    const bool unset = base[half] == ptx::kMinusInfinity;
-    float up = m - kHeadroom;
-    if (!unset) up = fmaxf(up, 0.0f);
-    factor[half] = unset ? 0.0f : ptx::exp2(-up);
-    base[half] = unset ? up : base[half] + up;
+    raise_row(larger, base[half], factor[half]);
     row_sum[half] *= factor[half];
   }
 #pragma unroll
@@ -161,7 +146,7 @@ __device__ __forceinline__ void consume(const flash_attn::FwdFp8Params& params, 
                                         unsigned shared_out, unsigned shared_q, unsigned shared_k, unsigned shared_v,
                                         int rounds) {
   const flash_attn::FwdParams& p = params.tma.fwd;
-  const int group = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0) - 1;  // which the compiler then knows to be uniform
+  const int group = ptx::uniform(threadIdx.x / 128) - 1;
   const int thread = threadIdx.x % 128;
   const int lane = thread % 32;
   const int warp = thread / 32;
